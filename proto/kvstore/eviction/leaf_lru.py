@@ -1,0 +1,134 @@
+"""Least recently used, leaves of the prefix tree only, so that no chain ever has a hole."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Hashable, Iterable
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class _Node(Generic[Key]):
+    __slots__ = ("child_count", "parent", "queued_push", "stamp")
+
+    def __init__(self, parent: Key | None, stamp: int) -> None:
+        self.parent = parent
+        self.stamp = stamp
+        self.child_count = 0
+        self.queued_push = 0  # number of its queue entry; 0: none
+
+
+class LeafLru(Generic[Key]):
+    """Recency of blocks that know their parents.
+
+    A block is a candidate while none of its children is here. Touch a chain tail first, or its tail
+    outlives its head. Every leaf has exactly one entry in the queue, possibly with an old stamp: a touch
+    costs O(1), and old entries are put right when they surface.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: dict[Key, _Node[Key]] = {}
+        # Children whose parent is not here, counted for the day it comes (back).
+        self._orphan_counts: dict[Key, int] = {}
+        self._queue: list[tuple[int, int, Key]] = []
+        self._clock = 0
+        self._pushes = 0
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._nodes
+
+    def insert(self, key: Key, *, parent: Key | None) -> None:
+        """Adds a block as the most recent one; its parent may come later, or never."""
+        assert key not in self._nodes, f"{key!r} inserted twice"
+        self._clock += 1
+        node = _Node(parent, self._clock)
+        node.child_count = self._orphan_counts.pop(key, 0)
+        self._nodes[key] = node
+        if parent is not None:
+            holder = self._nodes.get(parent)
+            if holder is not None:
+                holder.child_count += 1
+            else:
+                self._orphan_counts[parent] = self._orphan_counts.get(parent, 0) + 1
+        self._queue_leaf(key, node)
+
+    def touch_chain(self, chain: Iterable[Key]) -> None:
+        """Counts one use of a run of blocks given head first; blocks that are not here are passed over."""
+        for key in reversed(list(chain)):
+            node = self._nodes.get(key)
+            if node is not None:
+                self._clock += 1
+                node.stamp = self._clock
+
+    def remove(self, key: Key) -> None:
+        """Takes a block out, whoever asked, even from the middle of a chain."""
+        node = self._nodes.pop(key)
+        if node.child_count:
+            self._orphan_counts[key] = node.child_count
+        self._unlink(node)
+
+    def pop_coldest(
+        self, *, goal_bytes: int, size_bytes_of: Callable[[Key], int], may_evict: Callable[[Key], bool]
+    ) -> list[Key]:
+        """Removes and returns the coldest leaves until they add up to `goal_bytes`, or none is left.
+
+        A parent becomes a candidate in the same call once its last child has gone. Blocks that `may_evict`
+        refuses keep their place.
+        """
+        victims: list[Key] = []
+        refused: list[tuple[Key, _Node[Key]]] = []
+        freed_bytes = 0
+        while freed_bytes < goal_bytes and self._queue:
+            stamp, push, key = heapq.heappop(self._queue)
+            node = self._nodes.get(key)
+            if node is None or node.queued_push != push:
+                continue  # of a block that has left since
+            node.queued_push = 0
+            if node.child_count:
+                continue
+            if node.stamp != stamp:
+                self._queue_leaf(key, node)
+                continue
+            if not may_evict(key):
+                refused.append((key, node))
+                continue
+            del self._nodes[key]
+            self._unlink(node)
+            victims.append(key)
+            freed_bytes += size_bytes_of(key)
+        for key, node in refused:
+            self._queue_leaf(key, node)
+        return victims
+
+    def check_invariants(self) -> None:
+        counts: dict[Key, int] = {}
+        for node in self._nodes.values():
+            if node.parent is not None:
+                counts[node.parent] = counts.get(node.parent, 0) + 1
+        queued = {(push, key) for _, push, key in self._queue}
+        for key, node in self._nodes.items():
+            assert node.child_count == counts.pop(key, 0), f"{key!r} counts {node.child_count} children"
+            assert node.child_count or (node.queued_push, key) in queued, f"leaf {key!r} is not queued"
+        assert counts == self._orphan_counts, f"orphans: {self._orphan_counts}, really {counts}"
+
+    def _queue_leaf(self, key: Key, node: _Node[Key]) -> None:
+        if node.queued_push == 0 and node.child_count == 0:
+            self._pushes += 1  # also breaks ties, so that keys need no order
+            node.queued_push = self._pushes
+            heapq.heappush(self._queue, (node.stamp, self._pushes, key))
+
+    def _unlink(self, node: _Node[Key]) -> None:
+        if node.parent is None:
+            return
+        parent = self._nodes.get(node.parent)
+        if parent is not None:
+            parent.child_count -= 1
+            self._queue_leaf(node.parent, parent)
+        elif self._orphan_counts[node.parent] == 1:
+            del self._orphan_counts[node.parent]
+        else:
+            self._orphan_counts[node.parent] -= 1

@@ -1,0 +1,94 @@
+"""How the bytes of one block are arranged: planes, shapes, strides, offsets.
+
+A block's payload is its K plane followed by its V plane, each one dense array in C order:
+`HND` is [num_layers, num_kv_heads, tokens_per_block, head_dim],
+`NHD` is [num_layers, tokens_per_block, num_kv_heads, head_dim].
+Layers are outermost, so one layer's part of a plane is one contiguous run.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvstore.errors import InvalidArgumentError
+
+
+class LayoutOrder(StrEnum):
+    HND = "HND"
+    NHD = "NHD"
+
+
+DTYPE_BYTES: dict[str, int] = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+}
+"""Element types a plane may hold, in bytes per element."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plane:
+    """K or V of one block inside the payload; `shape` in elements, everything else in bytes."""
+
+    name: str
+    offset_bytes: int
+    shape: tuple[int, int, int, int]
+    strides_bytes: tuple[int, int, int, int]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.shape[0] * self.strides_bytes[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockLayout:
+    """The arrangement of one block; `v_head_dim` 0 means there is no V plane (MLA's latent cache)."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    tokens_per_block: int
+    dtype: str
+    order: LayoutOrder
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise InvalidArgumentError.of("dtype", self.dtype, ", ".join(DTYPE_BYTES))
+        for field in ("num_layers", "num_kv_heads", "head_dim", "tokens_per_block"):
+            value = getattr(self, field)
+            if not 1 <= value <= 1 << 20:
+                raise InvalidArgumentError.of(field, value, "1 to 1048576")
+        if not 0 <= self.v_head_dim <= 1 << 20:
+            raise InvalidArgumentError.of("v_head_dim", self.v_head_dim, "0 (no V plane) to 1048576")
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        k = self._plane("K", head_dim=self.head_dim, offset_bytes=0)
+        if self.v_head_dim == 0:
+            return (k,)
+        return (k, self._plane("V", head_dim=self.v_head_dim, offset_bytes=k.size_bytes))
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of one block in full precision, without its envelope."""
+        return sum(plane.size_bytes for plane in self.planes)
+
+    def _plane(self, name: str, *, head_dim: int, offset_bytes: int) -> Plane:
+        if self.order is LayoutOrder.HND:
+            shape = (self.num_layers, self.num_kv_heads, self.tokens_per_block, head_dim)
+        else:
+            shape = (self.num_layers, self.tokens_per_block, self.num_kv_heads, head_dim)
+        element = DTYPE_BYTES[self.dtype]
+        strides = tuple(math.prod(shape[axis + 1 :]) * element for axis in range(4))
+        return Plane(
+            name=name,
+            offset_bytes=offset_bytes,
+            shape=shape,
+            strides_bytes=(strides[0], strides[1], strides[2], strides[3]),
+        )

@@ -1,0 +1,296 @@
+"""Requests and responses as plain values; `wire` turns them into `kvstore.v1` messages and back.
+
+Hashes and per-block states stay packed as they travel: one `bytes` of 8192 hashes costs nothing to pass
+on, 8192 objects do. Limits and meanings are in `v1/store.proto`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NewType
+
+from kvstore.keys import NamespaceId
+from kvstore.namespace import Namespace
+
+OwnerId = NewType("OwnerId", bytes)
+"""16 random bytes by which a client's leases and reservations are known."""
+
+LeaseId = NewType("LeaseId", int)
+ReservationId = NewType("ReservationId", int)
+
+Epoch = NewType("Epoch", bytes)
+"""16 random bytes, new at every start of a daemon."""
+
+OWNER_ID_BYTES = 16
+BATCH_COUNT_MAX = 65_536
+"""Block hashes in one request: a million tokens at 16 tokens per block."""
+LEASE_IDS_MAX = 4_096
+WAIT_S_MAX = 60.0
+LEASE_S_MAX = 600.0
+RESERVATION_S_MAX = 300.0
+FRAME_DATA_BYTES_MAX = (2 << 20) + 4096
+"""A 2 MiB block with its envelope travels in one frame, under gRPC's default 4 MiB limit."""
+
+
+class BlockState(IntEnum):
+    HIT = 1
+    PENDING = 2
+    MISS = 3
+    CORRUPT = 4
+
+
+class Tier(IntEnum):
+    VRAM = 1
+    MEMORY = 2
+    NVME = 3
+    PEER = 4
+
+
+class ReserveState(IntEnum):
+    RESERVED = 1
+    STORED = 2
+    PENDING = 3
+    FULL = 4
+    DRAINING = 5
+    ORPHAN = 6
+
+
+class CommitState(IntEnum):
+    COMMITTED = 1
+    EXPIRED = 2
+    INCOMPLETE = 3
+    CORRUPT = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetStoreInfoRequest:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreInfo:
+    version: str
+    protocol_version: int
+    epoch: Epoch
+    uptime_s: float
+    draining: bool
+    batch_count_max: int
+    frame_data_bytes_max: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetStoreStatsRequest:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamespaceStats:
+    namespace_id: NamespaceId
+    model: str
+    slot_bytes: int
+    block_count: int
+    used_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreStats:
+    capacity_bytes: int
+    ready_bytes: int
+    used_bytes: int
+    block_count: int
+    reservation_count: int
+    lease_count: int
+    namespace_count: int
+    hit_count: int
+    miss_count: int
+    pending_count: int
+    committed_count: int
+    evicted_count: int
+    read_bytes: int
+    written_bytes: int
+    corrupt_count: int
+    uptime_s: float
+    namespaces: tuple[NamespaceStats, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenNamespaceRequest:
+    namespace: Namespace
+    payload_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenNamespaceResponse:
+    namespace_id: NamespaceId
+    epoch: Epoch
+    slot_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookupBlocksRequest:
+    namespace_id: NamespaceId
+    block_hashes: bytes
+    wait_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookupBlocksResponse:
+    matched_count: int
+    block_states: bytes
+    tiers: bytes
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcquirePrefixRequest:
+    namespace_id: NamespaceId
+    owner_id: OwnerId
+    block_hashes: bytes
+    lease_s: float
+    wait_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcquirePrefixResponse:
+    matched_count: int
+    block_states: bytes
+    tiers: bytes
+    epoch: Epoch
+    lease_id: LeaseId | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenewLeasesRequest:
+    owner_id: OwnerId
+    lease_ids: tuple[LeaseId, ...]
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenewLeasesResponse:
+    renewed: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseLeasesRequest:
+    owner_id: OwnerId
+    lease_ids: tuple[LeaseId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseLeasesResponse:
+    released: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadBlocksRequest:
+    namespace_id: NamespaceId
+    block_hashes: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReserveBlocksRequest:
+    namespace_id: NamespaceId
+    owner_id: OwnerId
+    block_hashes: bytes
+    reservation_s: float
+    parent_hash: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReserveBlocksResponse:
+    reserve_states: bytes
+    reservation_ids: tuple[ReservationId | None, ...]
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteBlocksResponse:
+    landed_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitBlocksRequest:
+    owner_id: OwnerId
+    reservation_ids: tuple[ReservationId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitBlocksResponse:
+    commit_states: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortReservationsRequest:
+    owner_id: OwnerId
+    reservation_ids: tuple[ReservationId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortReservationsResponse:
+    aborted_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyBlocksRequest:
+    namespace_id: NamespaceId
+    block_hashes: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyBlocksResponse:
+    block_states: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetAgentStatusRequest:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentStatus:
+    version: str
+    device: str
+    capacity_bytes: int
+    used_bytes: int
+    peak_bytes: int
+    resident_count: int
+    migrated_count: int
+    migration_batch_count: int
+    reloaded_count: int
+    lost_count: int
+    step: int
+    uptime_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAgentNamespaceRequest:
+    namespace: Namespace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAgentNamespaceResponse:
+    namespace_id: NamespaceId
+    slot_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreBlocksResponse:
+    stored: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadBlocksRequest:
+    block_hashes: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TouchBlocksRequest:
+    block_hashes: bytes
+    step_count: int = field(default=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TouchBlocksResponse:
+    step: int

@@ -1,0 +1,192 @@
+"""The identity of everything that must be equal before two engines may share a block.
+
+Canonical encoding (docs/formats/keys.md): "KVNS", u16 version 1, then per field in ascending id:
+u8 id, u32 length, value. Integers are u64; strings UTF-8; all little-endian. No field may be left out:
+what is unknown cannot be compared, and "probably the same" serves wrong bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+from blake3 import blake3
+
+from kvstore.errors import InvalidArgumentError
+from kvstore.keys import NamespaceId
+from kvstore.layout import BlockLayout, LayoutOrder
+
+_MAGIC = b"KVNS"
+_VERSION = 1
+STRING_MAX_BYTES = 4096
+"""Longest string or salt in a namespace; rope settings of real models stay under 1 KiB."""
+
+NONE = "none"
+"""What to say for `rope` or `lora` when the model has none; an empty string is refused as unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """Which part of the model's KV a block holds: ranks and sizes of tensor, pipeline and context parallelism."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    dcp_rank: int = 0
+    dcp_size: int = 1
+
+    def __post_init__(self) -> None:
+        for kind in ("tp", "pp", "dcp"):
+            rank, size = getattr(self, f"{kind}_rank"), getattr(self, f"{kind}_size")
+            if not 1 <= size <= 65536:
+                raise InvalidArgumentError.of(f"shard.{kind}_size", size, "1 to 65536")
+            if not 0 <= rank < size:
+                raise InvalidArgumentError.of(f"shard.{kind}_rank", rank, f"0 to {size - 1}")
+
+    def encode(self) -> bytes:
+        return struct.pack("<6I", self.tp_rank, self.tp_size, self.pp_rank, self.pp_size, self.dcp_rank, self.dcp_size)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Shard:
+        tp_rank, tp_size, pp_rank, pp_size, dcp_rank, dcp_size = struct.unpack("<6I", data)
+        return cls(
+            tp_rank=tp_rank, tp_size=tp_size, pp_rank=pp_rank, pp_size=pp_size, dcp_rank=dcp_rank, dcp_size=dcp_size
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Namespace:
+    """Complete, fail-closed identity; every field is required and checked when built."""
+
+    model: str
+    """Name of the model; says nothing about its weights."""
+    weights_revision: str
+    """Commit or digest of the weights."""
+    tokenizer: str
+    """Digest or name of the tokenizer that made the ids."""
+    rope: str
+    """Canonical JSON of the position settings, or `none`."""
+    dtype: str
+    """Element type of the planes, a key of `layout.DTYPE_BYTES`."""
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    """Of the K plane."""
+    v_head_dim: int
+    """Of the V plane; 0 when there is none."""
+    tokens_per_block: int
+    layout: str
+    """`HND` or `NHD`, see `layout`."""
+    shard: Shard | None
+    """None when the layout is shard-agnostic."""
+    lora: str
+    """Digest of the adapter's content, never its name, or `none`."""
+    tenant_salt: bytes
+    """Separates tenants; empty on a single-tenant daemon."""
+    k_precision: str
+    """Codecs allowed for the stored K plane; `exact` allows none that loses bits."""
+    v_precision: str
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in _STRING_FIELDS:
+                _check_string(field.name, value)
+            elif field.name in _INTEGER_FIELDS and (not isinstance(value, int) or isinstance(value, bool)):
+                raise InvalidArgumentError.of(field.name, value, "a whole number")
+        if self.layout not in LayoutOrder.__members__:
+            raise InvalidArgumentError.of("layout", self.layout, ", ".join(LayoutOrder.__members__))
+        if not isinstance(self.tenant_salt, bytes) or len(self.tenant_salt) > STRING_MAX_BYTES:
+            raise InvalidArgumentError.of("tenant_salt", self.tenant_salt, f"up to {STRING_MAX_BYTES} bytes")
+        for name in ("k_precision", "v_precision"):
+            if getattr(self, name) not in PRECISIONS:
+                raise InvalidArgumentError.of(name, getattr(self, name), ", ".join(PRECISIONS))
+        self.block_layout.payload_bytes  # noqa: B018  (checks dtype and sizes)
+
+    @cached_property
+    def block_layout(self) -> BlockLayout:
+        return BlockLayout(
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            v_head_dim=self.v_head_dim,
+            tokens_per_block=self.tokens_per_block,
+            dtype=self.dtype,
+            order=LayoutOrder(self.layout),
+        )
+
+    @cached_property
+    def id(self) -> NamespaceId:
+        return NamespaceId(blake3(self.encode()).digest())
+
+    def encode(self) -> bytes:
+        """The canonical bytes; equal if and only if the namespaces are."""
+        parts = [_MAGIC, struct.pack("<H", _VERSION)]
+        for number, name in _FIELDS.items():
+            value = _encode_value(getattr(self, name))
+            parts += [struct.pack("<BI", number, len(value)), value]
+        return b"".join(parts)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Namespace:
+        """The inverse of `encode`; anything but the one canonical form is refused."""
+        if data[:4] != _MAGIC or data[4:6] != struct.pack("<H", _VERSION):
+            raise InvalidArgumentError.of("namespace", data[:6], "a canonical encoding, version 1")
+        values: dict[str, object] = {}
+        position = 6
+        for number, name in _FIELDS.items():
+            header = data[position : position + 5]
+            if len(header) < 5 or header[0] != number:
+                raise InvalidArgumentError.of("namespace", f"no field {name} at byte {position}", "all fields in order")
+            (length,) = struct.unpack("<I", header[1:])
+            value = data[position + 5 : position + 5 + length]
+            if len(value) != length:
+                raise InvalidArgumentError.of("namespace", f"{name} cut off", f"{length} bytes")
+            values[name] = _decode_value(name, value)
+            position += 5 + length
+        if position != len(data):
+            raise InvalidArgumentError.of(
+                "namespace", f"{len(data) - position} bytes too many", "nothing after field 16"
+            )
+        return cls(**values)  # type: ignore[arg-type]  # checked field by field in __post_init__
+
+
+PRECISIONS = ("exact",)
+"""Precision policies of a plane that this version can store."""
+
+_FIELDS: dict[int, str] = {number: field.name for number, field in enumerate(fields(Namespace), start=1)}
+_INTEGER_FIELDS = frozenset({"num_layers", "num_kv_heads", "head_dim", "v_head_dim", "tokens_per_block"})
+_STRING_FIELDS = frozenset(_FIELDS.values()) - _INTEGER_FIELDS - {"shard", "tenant_salt"}
+
+
+def _check_string(name: str, value: object) -> None:
+    if not isinstance(value, str) or not value or len(value.encode()) > STRING_MAX_BYTES:
+        raise InvalidArgumentError.of(name, value, f"1 to {STRING_MAX_BYTES} bytes of UTF-8 (unknown is not allowed)")
+
+
+def _encode_value(value: object) -> bytes:
+    match value:
+        case str():
+            return value.encode()
+        case int():
+            return struct.pack("<Q", value)
+        case bytes():
+            return value
+        case Shard():
+            return value.encode()
+        case _:
+            assert value is None, f"no encoding for {value!r}"
+            return b""
+
+
+def _decode_value(name: str, value: bytes) -> object:
+    try:
+        if name in _INTEGER_FIELDS:
+            return struct.unpack("<Q", value)[0]
+        if name == "shard":
+            return Shard.decode(value) if value else None
+        return value if name == "tenant_salt" else value.decode()
+    except (struct.error, UnicodeDecodeError) as error:
+        raise InvalidArgumentError.of(f"namespace.{name}", value, "its documented encoding") from error

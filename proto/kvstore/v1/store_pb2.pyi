@@ -1,0 +1,355 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class BlockState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    BLOCK_STATE_UNSPECIFIED: _ClassVar[BlockState]
+    BLOCK_STATE_HIT: _ClassVar[BlockState]
+    BLOCK_STATE_PENDING: _ClassVar[BlockState]
+    BLOCK_STATE_MISS: _ClassVar[BlockState]
+    BLOCK_STATE_CORRUPT: _ClassVar[BlockState]
+
+class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TIER_UNSPECIFIED: _ClassVar[Tier]
+    TIER_VRAM: _ClassVar[Tier]
+    TIER_MEMORY: _ClassVar[Tier]
+    TIER_NVME: _ClassVar[Tier]
+    TIER_PEER: _ClassVar[Tier]
+
+class ReserveState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RESERVE_STATE_UNSPECIFIED: _ClassVar[ReserveState]
+    RESERVE_STATE_RESERVED: _ClassVar[ReserveState]
+    RESERVE_STATE_STORED: _ClassVar[ReserveState]
+    RESERVE_STATE_PENDING: _ClassVar[ReserveState]
+    RESERVE_STATE_FULL: _ClassVar[ReserveState]
+    RESERVE_STATE_DRAINING: _ClassVar[ReserveState]
+    RESERVE_STATE_ORPHAN: _ClassVar[ReserveState]
+
+class CommitState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    COMMIT_STATE_UNSPECIFIED: _ClassVar[CommitState]
+    COMMIT_STATE_COMMITTED: _ClassVar[CommitState]
+    COMMIT_STATE_EXPIRED: _ClassVar[CommitState]
+    COMMIT_STATE_INCOMPLETE: _ClassVar[CommitState]
+    COMMIT_STATE_CORRUPT: _ClassVar[CommitState]
+BLOCK_STATE_UNSPECIFIED: BlockState
+BLOCK_STATE_HIT: BlockState
+BLOCK_STATE_PENDING: BlockState
+BLOCK_STATE_MISS: BlockState
+BLOCK_STATE_CORRUPT: BlockState
+TIER_UNSPECIFIED: Tier
+TIER_VRAM: Tier
+TIER_MEMORY: Tier
+TIER_NVME: Tier
+TIER_PEER: Tier
+RESERVE_STATE_UNSPECIFIED: ReserveState
+RESERVE_STATE_RESERVED: ReserveState
+RESERVE_STATE_STORED: ReserveState
+RESERVE_STATE_PENDING: ReserveState
+RESERVE_STATE_FULL: ReserveState
+RESERVE_STATE_DRAINING: ReserveState
+RESERVE_STATE_ORPHAN: ReserveState
+COMMIT_STATE_UNSPECIFIED: CommitState
+COMMIT_STATE_COMMITTED: CommitState
+COMMIT_STATE_EXPIRED: CommitState
+COMMIT_STATE_INCOMPLETE: CommitState
+COMMIT_STATE_CORRUPT: CommitState
+
+class Namespace(_message.Message):
+    __slots__ = ("canonical",)
+    CANONICAL_FIELD_NUMBER: _ClassVar[int]
+    canonical: bytes
+    def __init__(self, canonical: _Optional[bytes] = ...) -> None: ...
+
+class GetStoreInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetStoreInfoResponse(_message.Message):
+    __slots__ = ("version", "protocol_version", "epoch", "uptime_duration", "draining", "batch_count_max", "frame_data_bytes_max")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_DURATION_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    BATCH_COUNT_MAX_FIELD_NUMBER: _ClassVar[int]
+    FRAME_DATA_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    protocol_version: int
+    epoch: bytes
+    uptime_duration: _duration_pb2.Duration
+    draining: bool
+    batch_count_max: int
+    frame_data_bytes_max: int
+    def __init__(self, version: _Optional[str] = ..., protocol_version: _Optional[int] = ..., epoch: _Optional[bytes] = ..., uptime_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., draining: _Optional[bool] = ..., batch_count_max: _Optional[int] = ..., frame_data_bytes_max: _Optional[int] = ...) -> None: ...
+
+class GetStoreStatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetStoreStatsResponse(_message.Message):
+    __slots__ = ("capacity_bytes", "ready_bytes", "used_bytes", "block_count", "reservation_count", "lease_count", "namespace_count", "hit_count", "miss_count", "pending_count", "committed_count", "evicted_count", "read_bytes", "written_bytes", "corrupt_count", "uptime_duration", "namespaces")
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    READY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LEASE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    HIT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MISS_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PENDING_COUNT_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CORRUPT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_DURATION_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    capacity_bytes: int
+    ready_bytes: int
+    used_bytes: int
+    block_count: int
+    reservation_count: int
+    lease_count: int
+    namespace_count: int
+    hit_count: int
+    miss_count: int
+    pending_count: int
+    committed_count: int
+    evicted_count: int
+    read_bytes: int
+    written_bytes: int
+    corrupt_count: int
+    uptime_duration: _duration_pb2.Duration
+    namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceStats]
+    def __init__(self, capacity_bytes: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., block_count: _Optional[int] = ..., reservation_count: _Optional[int] = ..., lease_count: _Optional[int] = ..., namespace_count: _Optional[int] = ..., hit_count: _Optional[int] = ..., miss_count: _Optional[int] = ..., pending_count: _Optional[int] = ..., committed_count: _Optional[int] = ..., evicted_count: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., corrupt_count: _Optional[int] = ..., uptime_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ...) -> None: ...
+
+class NamespaceStats(_message.Message):
+    __slots__ = ("namespace_id", "model", "slot_bytes", "block_count", "used_bytes")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    model: str
+    slot_bytes: int
+    block_count: int
+    used_bytes: int
+    def __init__(self, namespace_id: _Optional[bytes] = ..., model: _Optional[str] = ..., slot_bytes: _Optional[int] = ..., block_count: _Optional[int] = ..., used_bytes: _Optional[int] = ...) -> None: ...
+
+class OpenNamespaceRequest(_message.Message):
+    __slots__ = ("namespace", "payload_bytes")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    namespace: Namespace
+    payload_bytes: int
+    def __init__(self, namespace: _Optional[_Union[Namespace, _Mapping]] = ..., payload_bytes: _Optional[int] = ...) -> None: ...
+
+class OpenNamespaceResponse(_message.Message):
+    __slots__ = ("namespace_id", "epoch", "slot_bytes")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    epoch: bytes
+    slot_bytes: int
+    def __init__(self, namespace_id: _Optional[bytes] = ..., epoch: _Optional[bytes] = ..., slot_bytes: _Optional[int] = ...) -> None: ...
+
+class LookupBlocksRequest(_message.Message):
+    __slots__ = ("namespace_id", "block_hashes", "wait_duration")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    WAIT_DURATION_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    block_hashes: bytes
+    wait_duration: _duration_pb2.Duration
+    def __init__(self, namespace_id: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., wait_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class LookupBlocksResponse(_message.Message):
+    __slots__ = ("matched_count", "block_states", "tiers", "epoch")
+    MATCHED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_STATES_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    matched_count: int
+    block_states: bytes
+    tiers: bytes
+    epoch: bytes
+    def __init__(self, matched_count: _Optional[int] = ..., block_states: _Optional[bytes] = ..., tiers: _Optional[bytes] = ..., epoch: _Optional[bytes] = ...) -> None: ...
+
+class AcquirePrefixRequest(_message.Message):
+    __slots__ = ("namespace_id", "owner_id", "block_hashes", "lease_duration", "wait_duration")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    OWNER_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    LEASE_DURATION_FIELD_NUMBER: _ClassVar[int]
+    WAIT_DURATION_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    owner_id: bytes
+    block_hashes: bytes
+    lease_duration: _duration_pb2.Duration
+    wait_duration: _duration_pb2.Duration
+    def __init__(self, namespace_id: _Optional[bytes] = ..., owner_id: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class AcquirePrefixResponse(_message.Message):
+    __slots__ = ("matched_count", "block_states", "tiers", "epoch", "lease_id")
+    MATCHED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_STATES_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    matched_count: int
+    block_states: bytes
+    tiers: bytes
+    epoch: bytes
+    lease_id: int
+    def __init__(self, matched_count: _Optional[int] = ..., block_states: _Optional[bytes] = ..., tiers: _Optional[bytes] = ..., epoch: _Optional[bytes] = ..., lease_id: _Optional[int] = ...) -> None: ...
+
+class RenewLeasesRequest(_message.Message):
+    __slots__ = ("owner_id", "lease_ids", "lease_duration")
+    OWNER_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_DURATION_FIELD_NUMBER: _ClassVar[int]
+    owner_id: bytes
+    lease_ids: _containers.RepeatedScalarFieldContainer[int]
+    lease_duration: _duration_pb2.Duration
+    def __init__(self, owner_id: _Optional[bytes] = ..., lease_ids: _Optional[_Iterable[int]] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class RenewLeasesResponse(_message.Message):
+    __slots__ = ("renewed",)
+    RENEWED_FIELD_NUMBER: _ClassVar[int]
+    renewed: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, renewed: _Optional[_Iterable[bool]] = ...) -> None: ...
+
+class ReleaseLeasesRequest(_message.Message):
+    __slots__ = ("owner_id", "lease_ids")
+    OWNER_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    owner_id: bytes
+    lease_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, owner_id: _Optional[bytes] = ..., lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReleaseLeasesResponse(_message.Message):
+    __slots__ = ("released",)
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    released: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, released: _Optional[_Iterable[bool]] = ...) -> None: ...
+
+class ReadBlocksRequest(_message.Message):
+    __slots__ = ("namespace_id", "block_hashes")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    block_hashes: bytes
+    def __init__(self, namespace_id: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ...) -> None: ...
+
+class ReadBlocksResponse(_message.Message):
+    __slots__ = ("block_index", "block_state", "offset_bytes", "size_bytes", "data")
+    BLOCK_INDEX_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_STATE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    block_index: int
+    block_state: BlockState
+    offset_bytes: int
+    size_bytes: int
+    data: bytes
+    def __init__(self, block_index: _Optional[int] = ..., block_state: _Optional[_Union[BlockState, str]] = ..., offset_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class ReserveBlocksRequest(_message.Message):
+    __slots__ = ("namespace_id", "owner_id", "parent_hash", "block_hashes", "reservation_duration")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    OWNER_ID_FIELD_NUMBER: _ClassVar[int]
+    PARENT_HASH_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_DURATION_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    owner_id: bytes
+    parent_hash: bytes
+    block_hashes: bytes
+    reservation_duration: _duration_pb2.Duration
+    def __init__(self, namespace_id: _Optional[bytes] = ..., owner_id: _Optional[bytes] = ..., parent_hash: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., reservation_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class ReserveBlocksResponse(_message.Message):
+    __slots__ = ("reserve_states", "reservation_ids", "epoch")
+    RESERVE_STATES_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_IDS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    reserve_states: bytes
+    reservation_ids: _containers.RepeatedScalarFieldContainer[int]
+    epoch: bytes
+    def __init__(self, reserve_states: _Optional[bytes] = ..., reservation_ids: _Optional[_Iterable[int]] = ..., epoch: _Optional[bytes] = ...) -> None: ...
+
+class WriteBlocksRequest(_message.Message):
+    __slots__ = ("reservation_id", "owner_id", "offset_bytes", "data")
+    RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
+    OWNER_ID_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    reservation_id: int
+    owner_id: bytes
+    offset_bytes: int
+    data: bytes
+    def __init__(self, reservation_id: _Optional[int] = ..., owner_id: _Optional[bytes] = ..., offset_bytes: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class WriteBlocksResponse(_message.Message):
+    __slots__ = ("landed_bytes",)
+    LANDED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    landed_bytes: int
+    def __init__(self, landed_bytes: _Optional[int] = ...) -> None: ...
+
+class CommitBlocksRequest(_message.Message):
+    __slots__ = ("owner_id", "reservation_ids")
+    OWNER_ID_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_IDS_FIELD_NUMBER: _ClassVar[int]
+    owner_id: bytes
+    reservation_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, owner_id: _Optional[bytes] = ..., reservation_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CommitBlocksResponse(_message.Message):
+    __slots__ = ("commit_states",)
+    COMMIT_STATES_FIELD_NUMBER: _ClassVar[int]
+    commit_states: bytes
+    def __init__(self, commit_states: _Optional[bytes] = ...) -> None: ...
+
+class AbortReservationsRequest(_message.Message):
+    __slots__ = ("owner_id", "reservation_ids")
+    OWNER_ID_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_IDS_FIELD_NUMBER: _ClassVar[int]
+    owner_id: bytes
+    reservation_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, owner_id: _Optional[bytes] = ..., reservation_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class AbortReservationsResponse(_message.Message):
+    __slots__ = ("aborted_count",)
+    ABORTED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    aborted_count: int
+    def __init__(self, aborted_count: _Optional[int] = ...) -> None: ...
+
+class VerifyBlocksRequest(_message.Message):
+    __slots__ = ("namespace_id", "block_hashes")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    block_hashes: bytes
+    def __init__(self, namespace_id: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ...) -> None: ...
+
+class VerifyBlocksResponse(_message.Message):
+    __slots__ = ("block_states",)
+    BLOCK_STATES_FIELD_NUMBER: _ClassVar[int]
+    block_states: bytes
+    def __init__(self, block_states: _Optional[bytes] = ...) -> None: ...

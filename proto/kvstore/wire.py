@@ -1,0 +1,556 @@
+"""Plain messages to and from `kvstore.v1` protobuf. No other module sees a generated stub.
+
+`Method` bundles what both ends of an RPC need, so that client, daemon and agent are built from the same
+table, over gRPC and over any other transport that carries the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Generic, TypeVar
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError, Message
+
+from kvstore import frames
+from kvstore import messages as m
+from kvstore.errors import ProtocolError
+from kvstore.keys import NamespaceId
+from kvstore.namespace import Namespace
+from kvstore.v1 import agent_pb2, store_pb2
+
+STORE_SERVICE = "kvstore.v1.BlockStoreService"
+AGENT_SERVICE = "kvstore.v1.AgentService"
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+_Pb = TypeVar("_Pb", bound=Message)
+
+
+class Streams(Enum):
+    """Which side of an RPC is a stream."""
+
+    NEITHER = "unary_unary"
+    REQUEST = "stream_unary"
+    RESPONSE = "unary_stream"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method(Generic[Request, Response]):
+    service: str
+    name: str
+    encode_request: Callable[[Request], bytes]
+    decode_request: Callable[[bytes], Request]
+    encode_response: Callable[[Response], bytes]
+    decode_response: Callable[[bytes], Response]
+    streams: Streams = Streams.NEITHER
+
+    @property
+    def path(self) -> str:
+        return f"/{self.service}/{self.name}"
+
+
+def _parse(kind: type[_Pb], data: bytes) -> _Pb:
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise ProtocolError(f"not a {kind.DESCRIPTOR.full_name}: {error}") from error
+
+
+def _duration(seconds: float) -> Duration:
+    nanos = round(seconds * 1e9)
+    return Duration(seconds=nanos // 1_000_000_000, nanos=nanos % 1_000_000_000)
+
+
+def _seconds(duration: Duration) -> float:
+    return duration.seconds + duration.nanos / 1e9
+
+
+def _copy(source: Any, target: Any, names: tuple[str, ...]) -> Any:
+    """Copies fields that have the same name and type on both sides onto `target`, a protobuf message."""
+    for name in names:
+        setattr(target, name, getattr(source, name))
+    return target
+
+
+def _fields(source: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names}
+
+
+# --- GetStoreInfo, GetStoreStats
+
+_INFO = ("version", "protocol_version", "epoch", "draining", "batch_count_max", "frame_data_bytes_max")
+_STATS = (
+    "capacity_bytes",
+    "ready_bytes",
+    "used_bytes",
+    "block_count",
+    "reservation_count",
+    "lease_count",
+    "namespace_count",
+    "hit_count",
+    "miss_count",
+    "pending_count",
+    "committed_count",
+    "evicted_count",
+    "read_bytes",
+    "written_bytes",
+    "corrupt_count",
+)
+_NAMESPACE_STATS = ("namespace_id", "model", "slot_bytes", "block_count", "used_bytes")
+
+
+def _encode_info(value: m.StoreInfo) -> bytes:
+    pb = store_pb2.GetStoreInfoResponse(uptime_duration=_duration(value.uptime_s))
+    return bytes(_copy(value, pb, _INFO).SerializeToString())
+
+
+def _decode_info(data: bytes) -> m.StoreInfo:
+    pb = _parse(store_pb2.GetStoreInfoResponse, data)
+    return m.StoreInfo(uptime_s=_seconds(pb.uptime_duration), **_fields(pb, _INFO))
+
+
+def _encode_stats(value: m.StoreStats) -> bytes:
+    pb = store_pb2.GetStoreStatsResponse(uptime_duration=_duration(value.uptime_s))
+    for namespace in value.namespaces:
+        _copy(namespace, pb.namespaces.add(), _NAMESPACE_STATS)
+    return bytes(_copy(value, pb, _STATS).SerializeToString())
+
+
+def _decode_stats(data: bytes) -> m.StoreStats:
+    pb = _parse(store_pb2.GetStoreStatsResponse, data)
+    namespaces = tuple(m.NamespaceStats(**_fields(namespace, _NAMESPACE_STATS)) for namespace in pb.namespaces)
+    return m.StoreStats(uptime_s=_seconds(pb.uptime_duration), namespaces=namespaces, **_fields(pb, _STATS))
+
+
+GET_STORE_INFO: Method[m.GetStoreInfoRequest, m.StoreInfo] = Method(
+    service=STORE_SERVICE,
+    name="GetStoreInfo",
+    encode_request=lambda _: b"",
+    decode_request=lambda _: m.GetStoreInfoRequest(),
+    encode_response=_encode_info,
+    decode_response=_decode_info,
+)
+GET_STORE_STATS: Method[m.GetStoreStatsRequest, m.StoreStats] = Method(
+    service=STORE_SERVICE,
+    name="GetStoreStats",
+    encode_request=lambda _: b"",
+    decode_request=lambda _: m.GetStoreStatsRequest(),
+    encode_response=_encode_stats,
+    decode_response=_decode_stats,
+)
+
+# --- OpenNamespace
+
+
+def _encode_open(value: m.OpenNamespaceRequest) -> bytes:
+    return store_pb2.OpenNamespaceRequest(
+        namespace=store_pb2.Namespace(canonical=value.namespace.encode()), payload_bytes=value.payload_bytes
+    ).SerializeToString()
+
+
+def _decode_open(data: bytes) -> m.OpenNamespaceRequest:
+    pb = _parse(store_pb2.OpenNamespaceRequest, data)
+    return m.OpenNamespaceRequest(namespace=Namespace.decode(pb.namespace.canonical), payload_bytes=pb.payload_bytes)
+
+
+def _encode_opened(value: m.OpenNamespaceResponse) -> bytes:
+    return store_pb2.OpenNamespaceResponse(
+        namespace_id=value.namespace_id, epoch=value.epoch, slot_bytes=value.slot_bytes
+    ).SerializeToString()
+
+
+def _decode_opened(data: bytes) -> m.OpenNamespaceResponse:
+    pb = _parse(store_pb2.OpenNamespaceResponse, data)
+    return m.OpenNamespaceResponse(
+        namespace_id=NamespaceId(pb.namespace_id), epoch=m.Epoch(pb.epoch), slot_bytes=pb.slot_bytes
+    )
+
+
+OPEN_NAMESPACE: Method[m.OpenNamespaceRequest, m.OpenNamespaceResponse] = Method(
+    service=STORE_SERVICE,
+    name="OpenNamespace",
+    encode_request=_encode_open,
+    decode_request=_decode_open,
+    encode_response=_encode_opened,
+    decode_response=_decode_opened,
+)
+
+# --- LookupBlocks, AcquirePrefix
+
+
+def _encode_lookup(value: m.LookupBlocksRequest) -> bytes:
+    return store_pb2.LookupBlocksRequest(
+        namespace_id=value.namespace_id, block_hashes=value.block_hashes, wait_duration=_duration(value.wait_s)
+    ).SerializeToString()
+
+
+def _decode_lookup(data: bytes) -> m.LookupBlocksRequest:
+    pb = _parse(store_pb2.LookupBlocksRequest, data)
+    return m.LookupBlocksRequest(
+        namespace_id=NamespaceId(pb.namespace_id), block_hashes=pb.block_hashes, wait_s=_seconds(pb.wait_duration)
+    )
+
+
+def _encode_looked_up(value: m.LookupBlocksResponse) -> bytes:
+    return store_pb2.LookupBlocksResponse(
+        matched_count=value.matched_count, block_states=value.block_states, tiers=value.tiers, epoch=value.epoch
+    ).SerializeToString()
+
+
+def _decode_looked_up(data: bytes) -> m.LookupBlocksResponse:
+    pb = _parse(store_pb2.LookupBlocksResponse, data)
+    return m.LookupBlocksResponse(
+        matched_count=pb.matched_count, block_states=pb.block_states, tiers=pb.tiers, epoch=m.Epoch(pb.epoch)
+    )
+
+
+def _encode_acquire(value: m.AcquirePrefixRequest) -> bytes:
+    return store_pb2.AcquirePrefixRequest(
+        namespace_id=value.namespace_id,
+        owner_id=value.owner_id,
+        block_hashes=value.block_hashes,
+        lease_duration=_duration(value.lease_s),
+        wait_duration=_duration(value.wait_s),
+    ).SerializeToString()
+
+
+def _decode_acquire(data: bytes) -> m.AcquirePrefixRequest:
+    pb = _parse(store_pb2.AcquirePrefixRequest, data)
+    return m.AcquirePrefixRequest(
+        namespace_id=NamespaceId(pb.namespace_id),
+        owner_id=m.OwnerId(pb.owner_id),
+        block_hashes=pb.block_hashes,
+        lease_s=_seconds(pb.lease_duration),
+        wait_s=_seconds(pb.wait_duration),
+    )
+
+
+def _encode_acquired(value: m.AcquirePrefixResponse) -> bytes:
+    return store_pb2.AcquirePrefixResponse(
+        matched_count=value.matched_count,
+        block_states=value.block_states,
+        tiers=value.tiers,
+        epoch=value.epoch,
+        lease_id=value.lease_id or 0,
+    ).SerializeToString()
+
+
+def _decode_acquired(data: bytes) -> m.AcquirePrefixResponse:
+    pb = _parse(store_pb2.AcquirePrefixResponse, data)
+    return m.AcquirePrefixResponse(
+        matched_count=pb.matched_count,
+        block_states=pb.block_states,
+        tiers=pb.tiers,
+        epoch=m.Epoch(pb.epoch),
+        lease_id=m.LeaseId(pb.lease_id) if pb.lease_id else None,
+    )
+
+
+LOOKUP_BLOCKS: Method[m.LookupBlocksRequest, m.LookupBlocksResponse] = Method(
+    service=STORE_SERVICE,
+    name="LookupBlocks",
+    encode_request=_encode_lookup,
+    decode_request=_decode_lookup,
+    encode_response=_encode_looked_up,
+    decode_response=_decode_looked_up,
+)
+ACQUIRE_PREFIX: Method[m.AcquirePrefixRequest, m.AcquirePrefixResponse] = Method(
+    service=STORE_SERVICE,
+    name="AcquirePrefix",
+    encode_request=_encode_acquire,
+    decode_request=_decode_acquire,
+    encode_response=_encode_acquired,
+    decode_response=_decode_acquired,
+)
+
+# --- RenewLeases, ReleaseLeases
+
+
+def _encode_renew(value: m.RenewLeasesRequest) -> bytes:
+    return store_pb2.RenewLeasesRequest(
+        owner_id=value.owner_id, lease_ids=value.lease_ids, lease_duration=_duration(value.lease_s)
+    ).SerializeToString()
+
+
+def _decode_renew(data: bytes) -> m.RenewLeasesRequest:
+    pb = _parse(store_pb2.RenewLeasesRequest, data)
+    return m.RenewLeasesRequest(
+        owner_id=m.OwnerId(pb.owner_id),
+        lease_ids=tuple(m.LeaseId(lease) for lease in pb.lease_ids),
+        lease_s=_seconds(pb.lease_duration),
+    )
+
+
+def _encode_release(value: m.ReleaseLeasesRequest) -> bytes:
+    return store_pb2.ReleaseLeasesRequest(owner_id=value.owner_id, lease_ids=value.lease_ids).SerializeToString()
+
+
+def _decode_release(data: bytes) -> m.ReleaseLeasesRequest:
+    pb = _parse(store_pb2.ReleaseLeasesRequest, data)
+    return m.ReleaseLeasesRequest(
+        owner_id=m.OwnerId(pb.owner_id), lease_ids=tuple(m.LeaseId(lease) for lease in pb.lease_ids)
+    )
+
+
+RENEW_LEASES: Method[m.RenewLeasesRequest, m.RenewLeasesResponse] = Method(
+    service=STORE_SERVICE,
+    name="RenewLeases",
+    encode_request=_encode_renew,
+    decode_request=_decode_renew,
+    encode_response=lambda value: store_pb2.RenewLeasesResponse(renewed=value.renewed).SerializeToString(),
+    decode_response=lambda data: m.RenewLeasesResponse(
+        renewed=tuple(_parse(store_pb2.RenewLeasesResponse, data).renewed)
+    ),
+)
+RELEASE_LEASES: Method[m.ReleaseLeasesRequest, m.ReleaseLeasesResponse] = Method(
+    service=STORE_SERVICE,
+    name="ReleaseLeases",
+    encode_request=_encode_release,
+    decode_request=_decode_release,
+    encode_response=lambda value: store_pb2.ReleaseLeasesResponse(released=value.released).SerializeToString(),
+    decode_response=lambda data: m.ReleaseLeasesResponse(
+        released=tuple(_parse(store_pb2.ReleaseLeasesResponse, data).released)
+    ),
+)
+
+# --- ReadBlocks, VerifyBlocks
+
+
+def _decode_read(data: bytes) -> m.ReadBlocksRequest:
+    pb = _parse(store_pb2.ReadBlocksRequest, data)
+    return m.ReadBlocksRequest(namespace_id=NamespaceId(pb.namespace_id), block_hashes=pb.block_hashes)
+
+
+def _decode_verify(data: bytes) -> m.VerifyBlocksRequest:
+    pb = _parse(store_pb2.VerifyBlocksRequest, data)
+    return m.VerifyBlocksRequest(namespace_id=NamespaceId(pb.namespace_id), block_hashes=pb.block_hashes)
+
+
+READ_BLOCKS: Method[m.ReadBlocksRequest, frames.ReadFrame] = Method(
+    service=STORE_SERVICE,
+    name="ReadBlocks",
+    encode_request=lambda value: store_pb2.ReadBlocksRequest(
+        namespace_id=value.namespace_id, block_hashes=value.block_hashes
+    ).SerializeToString(),
+    decode_request=_decode_read,
+    encode_response=frames.encode_read_frame,
+    decode_response=frames.decode_read_frame,
+    streams=Streams.RESPONSE,
+)
+VERIFY_BLOCKS: Method[m.VerifyBlocksRequest, m.VerifyBlocksResponse] = Method(
+    service=STORE_SERVICE,
+    name="VerifyBlocks",
+    encode_request=lambda value: store_pb2.VerifyBlocksRequest(
+        namespace_id=value.namespace_id, block_hashes=value.block_hashes
+    ).SerializeToString(),
+    decode_request=_decode_verify,
+    encode_response=lambda value: store_pb2.VerifyBlocksResponse(block_states=value.block_states).SerializeToString(),
+    decode_response=lambda data: m.VerifyBlocksResponse(
+        block_states=_parse(store_pb2.VerifyBlocksResponse, data).block_states
+    ),
+)
+
+# --- ReserveBlocks, WriteBlocks, CommitBlocks, AbortReservations
+
+
+def _encode_reserve(value: m.ReserveBlocksRequest) -> bytes:
+    return store_pb2.ReserveBlocksRequest(
+        namespace_id=value.namespace_id,
+        owner_id=value.owner_id,
+        parent_hash=value.parent_hash,
+        block_hashes=value.block_hashes,
+        reservation_duration=_duration(value.reservation_s),
+    ).SerializeToString()
+
+
+def _decode_reserve(data: bytes) -> m.ReserveBlocksRequest:
+    pb = _parse(store_pb2.ReserveBlocksRequest, data)
+    return m.ReserveBlocksRequest(
+        namespace_id=NamespaceId(pb.namespace_id),
+        owner_id=m.OwnerId(pb.owner_id),
+        parent_hash=pb.parent_hash,
+        block_hashes=pb.block_hashes,
+        reservation_s=_seconds(pb.reservation_duration),
+    )
+
+
+def _encode_reserved(value: m.ReserveBlocksResponse) -> bytes:
+    return store_pb2.ReserveBlocksResponse(
+        reserve_states=value.reserve_states,
+        reservation_ids=[reservation or 0 for reservation in value.reservation_ids],
+        epoch=value.epoch,
+    ).SerializeToString()
+
+
+def _decode_reserved(data: bytes) -> m.ReserveBlocksResponse:
+    pb = _parse(store_pb2.ReserveBlocksResponse, data)
+    return m.ReserveBlocksResponse(
+        reserve_states=pb.reserve_states,
+        reservation_ids=tuple(m.ReservationId(number) if number else None for number in pb.reservation_ids),
+        epoch=m.Epoch(pb.epoch),
+    )
+
+
+def _decode_commit(data: bytes) -> m.CommitBlocksRequest:
+    pb = _parse(store_pb2.CommitBlocksRequest, data)
+    return m.CommitBlocksRequest(
+        owner_id=m.OwnerId(pb.owner_id), reservation_ids=tuple(m.ReservationId(number) for number in pb.reservation_ids)
+    )
+
+
+def _decode_abort(data: bytes) -> m.AbortReservationsRequest:
+    pb = _parse(store_pb2.AbortReservationsRequest, data)
+    return m.AbortReservationsRequest(
+        owner_id=m.OwnerId(pb.owner_id), reservation_ids=tuple(m.ReservationId(number) for number in pb.reservation_ids)
+    )
+
+
+RESERVE_BLOCKS: Method[m.ReserveBlocksRequest, m.ReserveBlocksResponse] = Method(
+    service=STORE_SERVICE,
+    name="ReserveBlocks",
+    encode_request=_encode_reserve,
+    decode_request=_decode_reserve,
+    encode_response=_encode_reserved,
+    decode_response=_decode_reserved,
+)
+WRITE_BLOCKS: Method[frames.WriteFrame, m.WriteBlocksResponse] = Method(
+    service=STORE_SERVICE,
+    name="WriteBlocks",
+    encode_request=frames.encode_write_frame,
+    decode_request=frames.decode_write_frame,
+    encode_response=lambda value: store_pb2.WriteBlocksResponse(landed_bytes=value.landed_bytes).SerializeToString(),
+    decode_response=lambda data: m.WriteBlocksResponse(
+        landed_bytes=_parse(store_pb2.WriteBlocksResponse, data).landed_bytes
+    ),
+    streams=Streams.REQUEST,
+)
+COMMIT_BLOCKS: Method[m.CommitBlocksRequest, m.CommitBlocksResponse] = Method(
+    service=STORE_SERVICE,
+    name="CommitBlocks",
+    encode_request=lambda value: store_pb2.CommitBlocksRequest(
+        owner_id=value.owner_id, reservation_ids=value.reservation_ids
+    ).SerializeToString(),
+    decode_request=_decode_commit,
+    encode_response=lambda value: store_pb2.CommitBlocksResponse(commit_states=value.commit_states).SerializeToString(),
+    decode_response=lambda data: m.CommitBlocksResponse(
+        commit_states=_parse(store_pb2.CommitBlocksResponse, data).commit_states
+    ),
+)
+ABORT_RESERVATIONS: Method[m.AbortReservationsRequest, m.AbortReservationsResponse] = Method(
+    service=STORE_SERVICE,
+    name="AbortReservations",
+    encode_request=lambda value: store_pb2.AbortReservationsRequest(
+        owner_id=value.owner_id, reservation_ids=value.reservation_ids
+    ).SerializeToString(),
+    decode_request=_decode_abort,
+    encode_response=lambda value: store_pb2.AbortReservationsResponse(
+        aborted_count=value.aborted_count
+    ).SerializeToString(),
+    decode_response=lambda data: m.AbortReservationsResponse(
+        aborted_count=_parse(store_pb2.AbortReservationsResponse, data).aborted_count
+    ),
+)
+
+# --- AgentService
+
+_AGENT_STATUS = (
+    "version",
+    "device",
+    "capacity_bytes",
+    "used_bytes",
+    "peak_bytes",
+    "resident_count",
+    "migrated_count",
+    "migration_batch_count",
+    "reloaded_count",
+    "lost_count",
+    "step",
+)
+
+
+def _encode_agent_status(value: m.AgentStatus) -> bytes:
+    pb = agent_pb2.GetAgentStatusResponse(uptime_duration=_duration(value.uptime_s))
+    return bytes(_copy(value, pb, _AGENT_STATUS).SerializeToString())
+
+
+def _decode_agent_status(data: bytes) -> m.AgentStatus:
+    pb = _parse(agent_pb2.GetAgentStatusResponse, data)
+    return m.AgentStatus(uptime_s=_seconds(pb.uptime_duration), **_fields(pb, _AGENT_STATUS))
+
+
+def _encode_agent_open(value: m.OpenAgentNamespaceRequest) -> bytes:
+    return agent_pb2.OpenAgentNamespaceRequest(
+        namespace=store_pb2.Namespace(canonical=value.namespace.encode())
+    ).SerializeToString()
+
+
+def _decode_agent_open(data: bytes) -> m.OpenAgentNamespaceRequest:
+    pb = _parse(agent_pb2.OpenAgentNamespaceRequest, data)
+    return m.OpenAgentNamespaceRequest(namespace=Namespace.decode(pb.namespace.canonical))
+
+
+def _encode_agent_opened(value: m.OpenAgentNamespaceResponse) -> bytes:
+    return agent_pb2.OpenAgentNamespaceResponse(
+        namespace_id=value.namespace_id, slot_count=value.slot_count
+    ).SerializeToString()
+
+
+def _decode_agent_opened(data: bytes) -> m.OpenAgentNamespaceResponse:
+    pb = _parse(agent_pb2.OpenAgentNamespaceResponse, data)
+    return m.OpenAgentNamespaceResponse(namespace_id=NamespaceId(pb.namespace_id), slot_count=pb.slot_count)
+
+
+def _decode_touch(data: bytes) -> m.TouchBlocksRequest:
+    pb = _parse(agent_pb2.TouchBlocksRequest, data)
+    return m.TouchBlocksRequest(block_hashes=pb.block_hashes, step_count=pb.step_count)
+
+
+GET_AGENT_STATUS: Method[m.GetAgentStatusRequest, m.AgentStatus] = Method(
+    service=AGENT_SERVICE,
+    name="GetAgentStatus",
+    encode_request=lambda _: b"",
+    decode_request=lambda _: m.GetAgentStatusRequest(),
+    encode_response=_encode_agent_status,
+    decode_response=_decode_agent_status,
+)
+OPEN_AGENT_NAMESPACE: Method[m.OpenAgentNamespaceRequest, m.OpenAgentNamespaceResponse] = Method(
+    service=AGENT_SERVICE,
+    name="OpenAgentNamespace",
+    encode_request=_encode_agent_open,
+    decode_request=_decode_agent_open,
+    encode_response=_encode_agent_opened,
+    decode_response=_decode_agent_opened,
+)
+STORE_BLOCKS: Method[frames.StoreFrame, m.StoreBlocksResponse] = Method(
+    service=AGENT_SERVICE,
+    name="StoreBlocks",
+    encode_request=frames.encode_store_frame,
+    decode_request=frames.decode_store_frame,
+    encode_response=lambda value: agent_pb2.StoreBlocksResponse(stored=value.stored).SerializeToString(),
+    decode_response=lambda data: m.StoreBlocksResponse(stored=_parse(agent_pb2.StoreBlocksResponse, data).stored),
+    streams=Streams.REQUEST,
+)
+LOAD_BLOCKS: Method[m.LoadBlocksRequest, frames.ReadFrame] = Method(
+    service=AGENT_SERVICE,
+    name="LoadBlocks",
+    encode_request=lambda value: agent_pb2.LoadBlocksRequest(block_hashes=value.block_hashes).SerializeToString(),
+    decode_request=lambda data: m.LoadBlocksRequest(
+        block_hashes=_parse(agent_pb2.LoadBlocksRequest, data).block_hashes
+    ),
+    encode_response=frames.encode_read_frame,
+    decode_response=frames.decode_read_frame,
+    streams=Streams.RESPONSE,
+)
+TOUCH_BLOCKS: Method[m.TouchBlocksRequest, m.TouchBlocksResponse] = Method(
+    service=AGENT_SERVICE,
+    name="TouchBlocks",
+    encode_request=lambda value: agent_pb2.TouchBlocksRequest(
+        block_hashes=value.block_hashes, step_count=value.step_count
+    ).SerializeToString(),
+    decode_request=_decode_touch,
+    encode_response=lambda value: agent_pb2.TouchBlocksResponse(step=value.step).SerializeToString(),
+    decode_response=lambda data: m.TouchBlocksResponse(step=_parse(agent_pb2.TouchBlocksResponse, data).step),
+)

@@ -44,6 +44,7 @@ class Codec(IntEnum):
 
 
 _CODECS = frozenset(int(codec) for codec in Codec)
+_SIZE_KEEPING_CODECS = frozenset({int(Codec.NONE), int(Codec.EXACT)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +100,10 @@ class Envelope:
         if k_codec not in _CODECS or v_codec not in _CODECS:
             raise CorruptBlockError(f"unknown codecs {k_codec}, {v_codec}")
         tokens, k_bytes, v_bytes, decoded_bytes, payload_checksum = numbers
+        if (k_codec == Codec.NONE and k_bytes) or (v_codec == Codec.NONE and v_bytes):
+            raise CorruptBlockError(f"an absent plane has bytes: {k_bytes} of K, {v_bytes} of V")
+        if {k_codec, v_codec} <= _SIZE_KEEPING_CODECS and k_bytes + v_bytes != decoded_bytes:
+            raise CorruptBlockError(f"{k_bytes} + {v_bytes} exact bytes cannot decode to {decoded_bytes}")
         return cls(
             namespace_id=NamespaceId(namespace_id),
             block_hash=BlockHash(block_hash),

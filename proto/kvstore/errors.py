@@ -94,8 +94,8 @@ _TREE: tuple[type[KvstoreError], ...] = (
     UnavailableError,
     DeadlineExceededError,
     CorruptBlockError,
-    ProtocolError,
     InternalError,
+    ProtocolError,
 )
 _BY_REASON = {error.reason: error for error in _TREE}
 _BY_STATUS = {error.grpc_status: error for error in reversed(_TREE)}

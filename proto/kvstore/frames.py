@@ -42,6 +42,8 @@ class WriteFrame:
     reservation_id: ReservationId
     owner_id: OwnerId | None = None
     offset_bytes: int = 0
+    envelope: bytes = b""
+    """Only when encoding: bytes to put before `data`, so that a sender need not join them; they arrive in `data`."""
     data: memoryview = _EMPTY
 
 
@@ -77,7 +79,8 @@ def decode_read_frame(message: bytes) -> ReadFrame:
 
 
 def encode_write_frame(frame: WriteFrame) -> bytes:
-    return _encode(((1, frame.reservation_id), (2, frame.owner_id or b""), (3, frame.offset_bytes)), frame.data)
+    fields = ((1, frame.reservation_id), (2, frame.owner_id or b""), (3, frame.offset_bytes))
+    return _encode(fields, frame.data, prefix=frame.envelope)
 
 
 def decode_write_frame(message: bytes) -> WriteFrame:
@@ -115,7 +118,7 @@ def cut(block_bytes: int) -> Iterator[tuple[int, int]]:
 _BLOCK_STATES = frozenset(int(state) for state in BlockState)
 
 
-def _encode(fields: tuple[tuple[int, int | bytes], ...], data: Buffer) -> bytes:
+def _encode(fields: tuple[tuple[int, int | bytes], ...], data: Buffer, *, prefix: bytes = b"") -> bytes:
     head = bytearray()
     for number, value in fields:
         if not value:
@@ -127,11 +130,12 @@ def _encode(fields: tuple[tuple[int, int | bytes], ...], data: Buffer) -> bytes:
             head.append(number << 3 | _LENGTH)
             _append_varint(head, len(value))
             head += value
-    if not len(data):
+    size_bytes = len(prefix) + memoryview(data).nbytes  # of a view of wider elements, len() counts those
+    if not size_bytes:
         return bytes(head)
     head.append(_DATA_FIELD << 3 | _LENGTH)
-    _append_varint(head, len(data))
-    return b"".join((head, data))
+    _append_varint(head, size_bytes)
+    return b"".join((head, prefix, data))
 
 
 def _append_varint(out: bytearray, value: int) -> None:

@@ -25,6 +25,7 @@ NamespaceId = NewType("NamespaceId", bytes)
 
 HASH_BYTES = 32
 TOKEN_BYTES = 4
+TOKENS_PER_BLOCK_MAX = 1 << 20
 _CHAIN_DOMAIN = b"kvstore block chain v1"
 
 
@@ -45,8 +46,8 @@ def hash_blocks(
     must fit in 32 unsigned bits. `extra_keys` maps a block's position to what else its content depends
     on, such as multimodal digests, in a fixed order; they reach all later blocks through the chain.
     """
-    if tokens_per_block < 1:
-        raise InvalidArgumentError.of("tokens_per_block", tokens_per_block, "a whole number of at least 1")
+    if not 1 <= tokens_per_block <= TOKENS_PER_BLOCK_MAX:
+        raise InvalidArgumentError.of("tokens_per_block", tokens_per_block, f"1 to {TOKENS_PER_BLOCK_MAX}")
     packed = _pack_tokens(tokens)
     step = tokens_per_block * TOKEN_BYTES
     count = len(packed) // step
@@ -57,9 +58,8 @@ def hash_blocks(
     hashes: list[bytes] = []
     append = hashes.append
     extra_at = extra_keys or {}
-    for index in range(count):
-        start = index * step
-        update(parent + packed[start : start + step])
+    for index, (block,) in enumerate(struct.iter_unpack(f"{step}s", memoryview(packed)[: count * step])):
+        update(parent + block)
         if index in extra_at:
             update(_pack_extra(extra_at[index]))
         parent = digest()
@@ -112,6 +112,8 @@ def _pack_tokens(tokens: Sequence[int] | SupportsBytes) -> bytes:
         if ids.size and (int(ids.min()) < 0 or int(ids.max()) > 0xFFFFFFFF):
             raise InvalidArgumentError.of("tokens", f"ids {ids.min()}..{ids.max()}", "ids from 0 to 4294967295")
         return ids.astype("<u4").tobytes()
+    if isinstance(tokens, (bytes, bytearray)):  # `array` would take four bytes for one id
+        raise InvalidArgumentError.of("tokens", tokens, "a sequence of ids or an array, not packed bytes")
     try:
         words = array.array("I", cast("Sequence[int]", tokens))
     except (OverflowError, TypeError) as error:

@@ -31,6 +31,10 @@ DTYPE_BYTES: dict[str, int] = {
 """Element types a plane may hold, in bytes per element."""
 
 
+PAYLOAD_BYTES_MAX = 1 << 40
+"""Far above any real block; keeps every length within the wire's integers."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plane:
     """K or V of one block inside the payload; `shape` in elements, everything else in bytes."""
@@ -66,6 +70,8 @@ class BlockLayout:
                 raise InvalidArgumentError.of(field, value, "1 to 1048576")
         if not 0 <= self.v_head_dim <= 1 << 20:
             raise InvalidArgumentError.of("v_head_dim", self.v_head_dim, "0 (no V plane) to 1048576")
+        if self.payload_bytes > PAYLOAD_BYTES_MAX:
+            raise InvalidArgumentError.of("payload_bytes", self.payload_bytes, f"up to {PAYLOAD_BYTES_MAX}")
 
     @property
     def planes(self) -> tuple[Plane, ...]:

@@ -38,6 +38,9 @@ class Shard:
     dcp_size: int = 1
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            if type(getattr(self, field.name)) is not int:
+                raise InvalidArgumentError.of(f"shard.{field.name}", getattr(self, field.name), "a whole number")
         for kind in ("tp", "pp", "dcp"):
             rank, size = getattr(self, f"{kind}_rank"), getattr(self, f"{kind}_size")
             if not 1 <= size <= 65536:
@@ -98,6 +101,8 @@ class Namespace:
                 raise InvalidArgumentError.of(field.name, value, "a whole number")
         if self.layout not in LayoutOrder.__members__:
             raise InvalidArgumentError.of("layout", self.layout, ", ".join(LayoutOrder.__members__))
+        if self.shard is not None and not isinstance(self.shard, Shard):
+            raise InvalidArgumentError.of("shard", self.shard, "a Shard, or None when the layout is shard-agnostic")
         if not isinstance(self.tenant_salt, bytes) or len(self.tenant_salt) > STRING_MAX_BYTES:
             raise InvalidArgumentError.of("tenant_salt", self.tenant_salt, f"up to {STRING_MAX_BYTES} bytes")
         for name in ("k_precision", "v_precision"):
@@ -162,8 +167,15 @@ _STRING_FIELDS = frozenset(_FIELDS.values()) - _INTEGER_FIELDS - {"shard", "tena
 
 
 def _check_string(name: str, value: object) -> None:
-    if not isinstance(value, str) or not value or len(value.encode()) > STRING_MAX_BYTES:
-        raise InvalidArgumentError.of(name, value, f"1 to {STRING_MAX_BYTES} bytes of UTF-8 (unknown is not allowed)")
+    allowed = f"1 to {STRING_MAX_BYTES} bytes of UTF-8 (unknown is not allowed)"
+    if not isinstance(value, str) or not value:
+        raise InvalidArgumentError.of(name, value, allowed)
+    try:
+        size_bytes = len(value.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError.of(name, value, allowed) from error
+    if size_bytes > STRING_MAX_BYTES:
+        raise InvalidArgumentError.of(name, value, allowed)
 
 
 def _encode_value(value: object) -> bytes:

@@ -8,6 +8,8 @@ from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 
+_STALE_ENTRIES_MAX = 1024
+
 
 class _Node(Generic[Key]):
     __slots__ = ("child_count", "parent", "queued_push", "stamp")
@@ -42,11 +44,18 @@ class LeafLru(Generic[Key]):
         return key in self._nodes
 
     def insert(self, key: Key, *, parent: Key | None) -> None:
-        """Adds a block as the most recent one; its parent may come later, or never."""
+        """Adds a block as the most recent one; its parent may come later, or never.
+
+        Parents are what callers claim. One that would make the block its own ancestor is ignored: in a ring
+        nothing is ever a leaf, so nothing could ever leave.
+        """
         assert key not in self._nodes, f"{key!r} inserted twice"
         self._clock += 1
+        child_count = self._orphan_counts.pop(key, 0)
+        if parent is not None and self._would_close_ring(key, parent, child_count):
+            parent = None
         node = _Node(parent, self._clock)
-        node.child_count = self._orphan_counts.pop(key, 0)
+        node.child_count = child_count
         self._nodes[key] = node
         if parent is not None:
             holder = self._nodes.get(parent)
@@ -70,6 +79,8 @@ class LeafLru(Generic[Key]):
         if node.child_count:
             self._orphan_counts[key] = node.child_count
         self._unlink(node)
+        if len(self._queue) > 2 * len(self._nodes) + _STALE_ENTRIES_MAX:
+            self._forget_stale_entries()
 
     def pop_coldest(
         self, *, goal_bytes: int, size_bytes_of: Callable[[Key], int], may_evict: Callable[[Key], bool]
@@ -80,29 +91,21 @@ class LeafLru(Generic[Key]):
         refuses keep their place.
         """
         victims: list[Key] = []
-        refused: list[tuple[Key, _Node[Key]]] = []
+        refused: list[Key] = []
         freed_bytes = 0
-        while freed_bytes < goal_bytes and self._queue:
-            stamp, push, key = heapq.heappop(self._queue)
-            node = self._nodes.get(key)
-            if node is None or node.queued_push != push:
-                continue  # of a block that has left since
-            node.queued_push = 0
-            if node.child_count:
-                continue
-            if node.stamp != stamp:
-                self._queue_leaf(key, node)
-                continue
-            if not may_evict(key):
-                refused.append((key, node))
-                continue
-            del self._nodes[key]
-            self._unlink(node)
+        while freed_bytes < goal_bytes and (key := self._pop_leaf(refused, may_evict)) is not None:
+            self._unlink(self._nodes.pop(key))
             victims.append(key)
             freed_bytes += size_bytes_of(key)
-        for key, node in refused:
-            self._queue_leaf(key, node)
+        self._queue_again(refused)
         return victims
+
+    def peek_coldest(self, *, may_evict: Callable[[Key], bool]) -> Key | None:
+        """The block that `pop_coldest` would take first."""
+        seen: list[Key] = []
+        key = self._pop_leaf(seen, may_evict)
+        self._queue_again([*seen, key] if key is not None else seen)
+        return key
 
     def check_invariants(self) -> None:
         counts: dict[Key, int] = {}
@@ -115,11 +118,52 @@ class LeafLru(Generic[Key]):
             assert node.child_count or (node.queued_push, key) in queued, f"leaf {key!r} is not queued"
         assert counts == self._orphan_counts, f"orphans: {self._orphan_counts}, really {counts}"
 
+    def _pop_leaf(self, refused: list[Key], may_evict: Callable[[Key], bool]) -> Key | None:
+        """Takes the coldest permitted leaf off the queue; what `may_evict` refuses is added to `refused`."""
+        while self._queue:
+            stamp, push, key = heapq.heappop(self._queue)
+            node = self._nodes.get(key)
+            if node is None or node.queued_push != push:
+                continue  # of a block that has left since
+            node.queued_push = 0
+            if node.stamp != stamp:
+                self._queue_leaf(key, node)
+            elif node.child_count == 0:
+                if may_evict(key):
+                    return key
+                refused.append(key)
+        return None
+
+    def _queue_again(self, keys: list[Key]) -> None:
+        for key in keys:
+            self._queue_leaf(key, self._nodes[key])
+
     def _queue_leaf(self, key: Key, node: _Node[Key]) -> None:
         if node.queued_push == 0 and node.child_count == 0:
             self._pushes += 1  # also breaks ties, so that keys need no order
             node.queued_push = self._pushes
             heapq.heappush(self._queue, (node.stamp, self._pushes, key))
+
+    def _would_close_ring(self, key: Key, parent: Key, child_count: int) -> bool:
+        if key == parent:
+            return True
+        if child_count == 0:
+            return False  # nobody's ancestor: the usual case, at no cost
+        ancestor: Key | None = parent
+        while ancestor is not None and ancestor != key:
+            node = self._nodes.get(ancestor)
+            ancestor = None if node is None else node.parent
+        return ancestor is not None
+
+    def _forget_stale_entries(self) -> None:
+        """Drops entries of blocks that were removed; they surface too late when nothing is evicted."""
+        self._queue = [entry for entry in self._queue if self._is_current(entry)]
+        heapq.heapify(self._queue)
+
+    def _is_current(self, entry: tuple[int, int, Key]) -> bool:
+        _, push, key = entry
+        node = self._nodes.get(key)
+        return node is not None and node.queued_push == push
 
     def _unlink(self, node: _Node[Key]) -> None:
         if node.parent is None:

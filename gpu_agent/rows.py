@@ -1,0 +1,44 @@
+"""Callers' tensors as rows of bytes, one per block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvstore.errors import InvalidArgumentError
+from kvstore.keys import HASH_BYTES, BlockHash
+
+
+def check_hashes(hashes: Sequence[BlockHash], *, field: str) -> None:
+    for block_hash in hashes:
+        if not isinstance(block_hash, bytes) or len(block_hash) != HASH_BYTES:
+            raise InvalidArgumentError.of(field, block_hash, f"{HASH_BYTES} bytes each")
+
+
+def as_rows(tensor: Tensor, *, row_count: int, block_bytes: int, device_name: str, field: str) -> Tensor:
+    """A [row_count, block_bytes] uint8 view of the caller's memory; never a copy.
+
+    Takes any contiguous tensor of that many bytes, and uint8 rows that are contiguous in themselves.
+    """
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+        raise InvalidArgumentError.of(field, type(tensor).__name__, "a dense torch tensor")
+    if str(tensor.device) not in ("cpu", device_name):
+        raise InvalidArgumentError.of(field, f"a tensor on {tensor.device}", f"one on cpu or {device_name}")
+    tensor = tensor.detach()
+    if tensor.dtype == torch.uint8 and tensor.shape == (row_count, block_bytes) and tensor.stride(1) == 1:
+        return tensor
+    size_bytes = tensor.numel() * tensor.element_size()
+    if size_bytes != row_count * block_bytes or not tensor.is_contiguous():
+        raise InvalidArgumentError.of(
+            field,
+            f"{size_bytes} bytes, shape {tuple(tensor.shape)}, strides {tensor.stride()}",
+            f"a contiguous tensor of {row_count} blocks of {block_bytes} bytes",
+        )
+    return tensor.reshape(-1).view(torch.uint8).view(row_count, block_bytes)
+
+
+def as_buffer(staging: Tensor, *, start_row: int, end_row: int) -> memoryview:
+    """Rows of host memory as one flat buffer, sharing their bytes."""
+    return memoryview(staging[start_row:end_row].reshape(-1).numpy())

@@ -1,0 +1,94 @@
+"""Getting to know a daemon: its version, its epoch, and making a namespace known to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from kvstore import PROTOCOL_VERSION, wire
+from kvstore import messages as m
+from kvstore.errors import (
+    DeadlineExceededError,
+    KvstoreError,
+    NamespaceUnknownError,
+    ProtocolError,
+    UnavailableError,
+)
+from kvstore.messages import Epoch
+from kvstore.namespace import Namespace
+from kvstore_client.config import ClientConfig
+from kvstore_client.flows.steps import Flow, call
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(slots=True, kw_only=True)
+class Attachment:
+    """Which start of the daemon this client has met; None when it must introduce itself (again)."""
+
+    epoch: Epoch | None = None
+
+    def note(self, epoch: Epoch) -> None:
+        """Another epoch means another daemon process, which may be another version: introduce again."""
+        if epoch != self.epoch:
+            self.epoch = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scope:
+    """What all flows of one client are given."""
+
+    config: ClientConfig
+    attachment: Attachment
+
+
+def info(scope: Scope) -> Flow[m.StoreInfo]:
+    return call(
+        wire.GET_STORE_INFO, m.GetStoreInfoRequest(), timeout_s=scope.config.control_timeout_s, is_guarded=False
+    )
+
+
+def stats(scope: Scope) -> Flow[m.StoreStats]:
+    return call(
+        wire.GET_STORE_STATS, m.GetStoreStatsRequest(), timeout_s=scope.config.control_timeout_s, is_guarded=False
+    )
+
+
+def attached(scope: Scope, namespace: Namespace, attempt: Callable[[], Flow[_Result]]) -> Flow[_Result]:
+    """Introduces the client first if need be, and the namespace when the daemon does not know it (any more)."""
+    attachment = scope.attachment
+    if attachment.epoch is None:
+        found = yield from call(wire.GET_STORE_INFO, m.GetStoreInfoRequest(), timeout_s=scope.config.attach_timeout_s)
+        if found.protocol_version != PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"the daemon (version {found.version}) speaks protocol {found.protocol_version}, "
+                f"this client {PROTOCOL_VERSION}: run the same major version of kvstore on both sides"
+            )
+        attachment.epoch = found.epoch
+    try:
+        return (yield from attempt())
+    except NamespaceUnknownError:
+        yield from _open_namespace(scope, namespace)
+        return (yield from attempt())
+    except (UnavailableError, DeadlineExceededError):
+        # Whoever answers next may be another process, and is asked something cheap first.
+        attachment.epoch = None
+        raise
+
+
+def _open_namespace(scope: Scope, namespace: Namespace) -> Flow[None]:
+    request = m.OpenNamespaceRequest(namespace=namespace, payload_bytes=namespace.block_layout.payload_bytes)
+    response = yield from call(wire.OPEN_NAMESPACE, request, timeout_s=scope.config.control_timeout_s)
+    if response.namespace_id != namespace.id:
+        raise ProtocolError(
+            f"opened namespace {namespace.id.hex()[:16]}, the daemon answers {response.namespace_id.hex()[:16]}"
+        )
+
+
+def best_effort(attempt: Flow[Any]) -> Flow[None]:
+    """Cleaning up after a failure must not become one; the daemon expires what is left."""
+    try:
+        yield from attempt
+    except KvstoreError:
+        return

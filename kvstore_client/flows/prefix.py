@@ -1,0 +1,143 @@
+"""Looking a prefix up, and leasing it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore import messages as m
+from kvstore import wire
+from kvstore.errors import KvstoreError, ProtocolError, UnavailableError
+from kvstore.keys import BlockHash, pack_hashes
+from kvstore.messages import BlockState, Epoch, LeaseId, OwnerId
+from kvstore.namespace import Namespace
+from kvstore_client.flows.attach import Scope, attached, best_effort
+from kvstore_client.flows.batches import hash_batches
+from kvstore_client.flows.steps import Flow, call
+from kvstore_client.results import LookupResult, count_leading_hits, lookup_result, padded
+
+_BLOCK_STATES = {int(state): state for state in (BlockState.HIT, BlockState.PENDING, BlockState.MISS)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acquired:
+    """A leased prefix. `owner_id` is this acquisition's own: lease ids start again when a daemon does, and
+    so nothing that was acquired since can be renewed or released by mistake."""
+
+    owner_id: OwnerId
+    lease_ids: tuple[LeaseId, ...]
+    states: tuple[BlockState, ...]
+    matched_count: int
+    error: KvstoreError | None
+
+
+def lookup(scope: Scope, *, namespace: Namespace, hashes: Sequence[BlockHash], wait_s: float) -> Flow[LookupResult]:
+    states: list[BlockState] = []
+    try:
+        for batch in hash_batches(scope.config, block_count=len(hashes)):
+            # Only the matched prefix is worth waiting for, so a batch behind its end is not.
+            is_unbroken = count_leading_hits(states) == len(states)
+            request = m.LookupBlocksRequest(
+                namespace_id=namespace.id,
+                block_hashes=pack_hashes(hashes[batch]),
+                wait_s=wait_s if is_unbroken else 0.0,
+            )
+            response = yield from attached(
+                scope,
+                namespace,
+                lambda request=request: call(  # type: ignore[misc]  # mypy infers no lambda defaults
+                    wire.LOOKUP_BLOCKS, request, timeout_s=scope.config.control_timeout_s + request.wait_s
+                ),
+            )
+            scope.attachment.note(response.epoch)
+            states += _block_states(response.block_states, block_count=batch.stop - batch.start)
+    except KvstoreError as error:
+        return lookup_result(padded(states, len(hashes)), error=error)
+    return lookup_result(states, error=None)
+
+
+def acquire(
+    scope: Scope,
+    *,
+    namespace: Namespace,
+    hashes: Sequence[BlockHash],
+    owner_id: OwnerId,
+    lease_s: float,
+    wait_s: float,
+) -> Flow[Acquired]:
+    """Leases the matched prefix, batch by batch; a failure keeps what was leased before it."""
+    states: list[BlockState] = []
+    lease_ids: list[LeaseId] = []
+    epoch: Epoch | None = None
+    failure: KvstoreError | None = None
+    try:
+        for batch in hash_batches(scope.config, block_count=len(hashes)):
+            request = m.AcquirePrefixRequest(
+                namespace_id=namespace.id,
+                owner_id=owner_id,
+                block_hashes=pack_hashes(hashes[batch]),
+                lease_s=lease_s,
+                wait_s=wait_s,
+            )
+            response = yield from attached(
+                scope,
+                namespace,
+                lambda request=request: call(  # type: ignore[misc]
+                    wire.ACQUIRE_PREFIX, request, timeout_s=scope.config.control_timeout_s + request.wait_s
+                ),
+            )
+            scope.attachment.note(response.epoch)
+            if epoch not in (None, response.epoch):
+                states, lease_ids = [], _leases(response)
+                raise UnavailableError("the daemon was restarted while the prefix was being leased")
+            epoch = response.epoch
+            lease_ids += _leases(response)
+            found = _block_states(response.block_states, block_count=batch.stop - batch.start)
+            found_count = count_leading_hits(found)
+            if found_count and response.lease_id is None:
+                raise ProtocolError(f"{found_count} blocks matched, but none is leased")
+            states += found
+            if found_count < len(found):
+                break
+    except KvstoreError as error:
+        failure = error
+    all_states = tuple(padded(states, len(hashes)))
+    return Acquired(
+        owner_id=owner_id,
+        lease_ids=tuple(lease_ids),
+        states=all_states,
+        matched_count=count_leading_hits(all_states),
+        error=failure,
+    )
+
+
+def renew(scope: Scope, acquired: Acquired, *, lease_s: float) -> Flow[bool]:
+    """True when the whole matched prefix is held for `lease_s` from now on."""
+    if not acquired.lease_ids:
+        return False
+    request = m.RenewLeasesRequest(owner_id=acquired.owner_id, lease_ids=acquired.lease_ids, lease_s=lease_s)
+    try:
+        response = yield from call(wire.RENEW_LEASES, request, timeout_s=scope.config.control_timeout_s)
+    except KvstoreError:
+        return False
+    return len(response.renewed) == len(acquired.lease_ids) and all(response.renewed)
+
+
+def release(scope: Scope, acquired: Acquired) -> Flow[None]:
+    """Best effort: what cannot be released expires."""
+    if acquired.lease_ids:
+        request = m.ReleaseLeasesRequest(owner_id=acquired.owner_id, lease_ids=acquired.lease_ids)
+        yield from best_effort(call(wire.RELEASE_LEASES, request, timeout_s=scope.config.control_timeout_s))
+
+
+def _block_states(packed: bytes, *, block_count: int) -> list[BlockState]:
+    if len(packed) != block_count:
+        raise ProtocolError(f"asked about {block_count} blocks, got {len(packed)} states")
+    try:
+        return [_BLOCK_STATES[number] for number in packed]
+    except KeyError as error:
+        raise ProtocolError(f"unknown block state {error}") from error
+
+
+def _leases(response: m.AcquirePrefixResponse) -> list[LeaseId]:
+    return [] if response.lease_id is None else [response.lease_id]

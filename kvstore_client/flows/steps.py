@@ -1,0 +1,63 @@
+"""What a flow may ask its driver to do. A step's outcome is sent into the flow, its error thrown into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+from kvstore.frames import ReadFrame, WriteFrame
+from kvstore.messages import ReadBlocksRequest, WriteBlocksResponse
+from kvstore.wire import Method
+
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response")
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One unary RPC; its outcome is the response."""
+
+    method: Method[Any, Any]
+    request: Any
+    timeout_s: float
+    is_guarded: bool = True
+    """False for calls that are made even when the circuit is open."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """`ReadBlocks`: every frame goes to `on_frame`, whose errors end the stream; the outcome is None."""
+
+    request: ReadBlocksRequest
+    on_frame: Callable[[ReadFrame], None]
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Write:
+    """`WriteBlocks`: the frames are drawn as they are sent; the outcome is the response."""
+
+    frames: Iterable[WriteFrame]
+    timeout_s: float
+
+
+Step: TypeAlias = Call | Read | Write
+Flow: TypeAlias = Generator[Step, Any, _Result]
+
+
+def call(
+    method: Method[_Request, _Response], request: _Request, *, timeout_s: float, is_guarded: bool = True
+) -> Flow[_Response]:
+    response: _Response = yield Call(method=method, request=request, timeout_s=timeout_s, is_guarded=is_guarded)
+    return response
+
+
+def read(request: ReadBlocksRequest, *, on_frame: Callable[[ReadFrame], None], timeout_s: float) -> Flow[None]:
+    yield Read(request=request, on_frame=on_frame, timeout_s=timeout_s)
+
+
+def write(frames: Iterable[WriteFrame], *, timeout_s: float) -> Flow[WriteBlocksResponse]:
+    response: WriteBlocksResponse = yield Write(frames=frames, timeout_s=timeout_s)
+    return response

@@ -1,0 +1,299 @@
+"""Prefix reuse for any Hugging Face decoder: restore what the store has, compute the rest, offload what is new.
+
+    cache = PrefixCache(model, Client())
+    prefill = cache.prefill(input_ids)          # prefill.logits, prefill.cache, prefill.tokens_reused
+
+Works with transformers 5 and models whose layers are full or sliding-window attention with the standard cache.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+from transformers import DynamicCache
+
+from kvstore.errors import InvalidArgumentError, KvstoreError
+from kvstore.keys import BlockHash, hash_blocks
+from kvstore.messages import BlockState
+from kvstore.namespace import Namespace
+from kvstore_client.integrations.transformers_blocks import gather_blocks, scatter_blocks
+from kvstore_client.integrations.transformers_identity import cache_argument, namespace_for, probe, weights_stamp
+from kvstore_client.results import GetResult, LookupResult, PutResult, PutState
+
+__all__ = ["BlockStore", "Offloaded", "Prefill", "PrefixCache", "Restored", "namespace_for"]
+
+TokenIds = torch.Tensor | Sequence[int]
+"""One prompt: a list of ids, or a tensor [tokens] or [1, tokens]."""
+
+
+class BlockStore(Protocol):
+    """What a prefix cache needs of a `kvstore_client.Client`."""
+
+    def lookup(self, namespace: Namespace, hashes: Sequence[BlockHash], *, wait_s: float = 0.0) -> LookupResult: ...
+    def get(self, namespace: Namespace, hashes: Sequence[BlockHash], into: Any) -> GetResult: ...
+    def put(
+        self,
+        namespace: Namespace,
+        hashes: Sequence[BlockHash],
+        blocks: Any,
+        *,
+        parent_hash: BlockHash | None = None,
+    ) -> PutResult: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """A cache that holds the first `token_count` tokens of a prompt, maybe none; always fewer than the prompt has."""
+
+    cache: DynamicCache
+    token_count: int
+    states: tuple[BlockState, ...]
+    """Per full block that was asked for; only the leading hits are in the cache."""
+    error: KvstoreError | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offloaded:
+    """What became of the blocks of one offload, from `first_block` on."""
+
+    first_block: int
+    states: tuple[PutState, ...]
+    error: KvstoreError | None
+
+    @property
+    def stored_count(self) -> int:
+        return sum(state in (PutState.STORED, PutState.ALREADY_STORED) for state in self.states)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefill:
+    """A computed prompt: go on decoding with `cache`, starting from `logits` of the last token, [1, vocabulary]."""
+
+    logits: torch.Tensor
+    cache: DynamicCache
+    tokens_reused: int
+    restored: Restored
+    offloaded: Future[Offloaded]
+    """Done once the new full blocks are stored, or dropped."""
+
+
+class PrefixCache:
+    """Ties one model to a store; safe to use from several threads.
+
+    A store that is slow, gone or full costs reuse, never correctness: everything that goes wrong there is a miss,
+    and the model computes. Offloads run on one background thread from private copies, so a cache may be changed,
+    even in place, as soon as a call has returned; beyond `pending_bytes_max` of waiting copies, offloads are dropped.
+    `namespace` defaults to `namespace_for(model)`, which hashes all weights. Changing the model afterwards (weights,
+    adapters) is an `InvalidArgumentError` in the next call: make a new `PrefixCache`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        client: BlockStore,
+        *,
+        namespace: Namespace | None = None,
+        wait_s: float = 0.0,
+        blocks_per_put: int = 16,
+        pending_bytes_max: int = 1 << 30,
+    ) -> None:
+        if blocks_per_put < 1:
+            raise InvalidArgumentError.of("blocks_per_put", blocks_per_put, "at least 1")
+        self._model = model
+        self._client = client
+        self._namespace = namespace or namespace_for(model)
+        self._layout = self._namespace.block_layout
+        self._shape = probe(model)
+        # Refuses a namespace made for other shapes before anything is stored under it.
+        scatter_blocks(torch.empty((0, self._layout.payload_bytes), dtype=torch.uint8), self._layout, self._shape)
+        self._stamp = weights_stamp(model)
+        self._wait_s = wait_s
+        self._blocks_per_put = blocks_per_put
+        self._pending_bytes_max = pending_bytes_max
+        self._pending_bytes = 0
+        self._pending: set[Future[Offloaded]] = set()
+        self._lock = threading.Lock()
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvstore-offload")
+        self._cache_argument = cache_argument(model)
+        self._limits_logits = "logits_to_keep" in inspect.signature(_innermost(model).forward).parameters
+
+    @property
+    def namespace(self) -> Namespace:
+        return self._namespace
+
+    def restore(self, input_ids: TokenIds) -> Restored:
+        """Loads the longest stored prefix of a prompt, leaving at least its last token to compute."""
+        ids = _one_prompt(input_ids)
+        self._check_unchanged()
+        usable_count = max(len(ids) - 1, 0) // self._layout.tokens_per_block
+        return self._restore(self._hash(ids)[:usable_count])
+
+    def offload(self, input_ids: TokenIds, cache: DynamicCache, *, first_block: int = 0) -> Offloaded:
+        """Stores the full blocks of a prompt from `first_block` on, and returns when that is done."""
+        return self.offload_later(input_ids, cache, first_block=first_block).result()
+
+    def offload_later(self, input_ids: TokenIds, cache: DynamicCache, *, first_block: int = 0) -> Future[Offloaded]:
+        """Copies the full blocks of a prompt from `first_block` on and stores the copies in the background.
+
+        `cache` must hold the K and V of all those tokens, in order and since the first one.
+        """
+        ids = _one_prompt(input_ids)
+        self._check_unchanged()
+        hashes = self._hash(ids)
+        if not 0 <= first_block <= len(hashes):
+            raise InvalidArgumentError.of("first_block", first_block, f"0 to the prompt's {len(hashes)} full blocks")
+        return self._offload_later(hashes, cache, first_block=first_block)
+
+    def prefill(self, input_ids: TokenIds) -> Prefill:
+        """Restores what is stored of a prompt, computes the rest, and offloads new full blocks in the background."""
+        ids = _one_prompt(input_ids)
+        if len(ids) == 0:
+            raise InvalidArgumentError.of("input_ids", "no tokens", "at least one token")
+        self._check_unchanged()
+        hashes = self._hash(ids)
+        usable_count = (len(ids) - 1) // self._layout.tokens_per_block
+        restored = self._restore(hashes[:usable_count])
+        logits = self._compute(ids[restored.token_count :], restored.cache)
+        first_block = restored.token_count // self._layout.tokens_per_block
+        return Prefill(
+            logits=logits,
+            cache=restored.cache,
+            tokens_reused=restored.token_count,
+            restored=restored,
+            offloaded=self._offload_later(hashes, restored.cache, first_block=first_block),
+        )
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits for all offloads begun so far; False when `timeout_s` passed first."""
+        with self._lock:
+            pending = set(self._pending)
+        return not wait(pending, timeout=timeout_s).not_done
+
+    def close(self) -> None:
+        """Finishes the offloads that are waiting; the client stays open."""
+        self._worker.shutdown(wait=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _hash(self, ids: torch.Tensor) -> list[BlockHash]:
+        array: Any = ids.cpu().numpy()
+        return hash_blocks(array, tokens_per_block=self._layout.tokens_per_block)
+
+    def _restore(self, hashes: list[BlockHash]) -> Restored:
+        states: tuple[BlockState, ...] = (BlockState.MISS,) * len(hashes)
+        buffer = torch.empty((0, self._layout.payload_bytes), dtype=torch.uint8)
+        error: KvstoreError | None = None
+        try:
+            if hashes:
+                found = self._client.lookup(self._namespace, hashes, wait_s=self._wait_s)
+                states, error = found.states, found.error
+                if found.matched_count:
+                    buffer = torch.empty((found.matched_count, self._layout.payload_bytes), dtype=torch.uint8)
+                    loaded = self._client.get(self._namespace, hashes[: found.matched_count], buffer)
+                    states = loaded.states + states[found.matched_count :]
+                    error = loaded.error or error
+                    buffer = buffer[: loaded.matched_count]
+        except KvstoreError as failure:
+            buffer, error = buffer[:0], failure
+        return Restored(
+            cache=scatter_blocks(buffer, self._layout, self._shape),
+            token_count=buffer.shape[0] * self._layout.tokens_per_block,
+            states=states,
+            error=error,
+        )
+
+    def _compute(self, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+        limit = {"logits_to_keep": 1} if self._limits_logits else {}
+        inputs = ids.unsqueeze(0).to(self._model.device)
+        with torch.no_grad():
+            output = self._model(input_ids=inputs, use_cache=True, **{self._cache_argument: cache}, **limit)
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+    def _offload_later(self, hashes: list[BlockHash], cache: DynamicCache, *, first_block: int) -> Future[Offloaded]:
+        count = len(hashes) - first_block
+        size_bytes = count * self._layout.payload_bytes
+        with self._lock:
+            fits = self._pending_bytes + size_bytes <= self._pending_bytes_max
+            if count and fits:
+                self._pending_bytes += size_bytes
+        if not count or not fits:
+            done: Future[Offloaded] = Future()
+            done.set_result(Offloaded(first_block=first_block, states=(PutState.DROPPED,) * count, error=None))
+            return done
+        try:
+            blocks = gather_blocks(cache, self._layout, first_block=first_block, block_count=count)
+            future = self._worker.submit(self._put, hashes, blocks, first_block)
+        except BaseException:
+            self._forget(size_bytes)
+            raise
+        with self._lock:
+            self._pending.add(future)
+        future.add_done_callback(lambda done: self._forget(size_bytes, done))
+        return future
+
+    def _forget(self, size_bytes: int, future: Future[Offloaded] | None = None) -> None:
+        with self._lock:
+            self._pending_bytes -= size_bytes
+            if future is not None:
+                self._pending.discard(future)
+
+    def _put(self, hashes: list[BlockHash], blocks: torch.Tensor, first_block: int) -> Offloaded:
+        states: list[PutState] = []
+        error: KvstoreError | None = None
+        # In small puts: the first blocks are readable while later ones travel, and a kill loses only the rest.
+        for start in range(0, blocks.shape[0], self._blocks_per_put):
+            part = blocks[start : start + self._blocks_per_put]
+            position = first_block + start
+            try:
+                result = self._client.put(
+                    self._namespace,
+                    hashes[position : position + part.shape[0]],
+                    part,
+                    parent_hash=hashes[position - 1] if position else None,
+                )
+            except KvstoreError as failure:
+                error = failure
+                break
+            states += result.states
+            if result.error is not None or PutState.DROPPED in result.states:
+                # What comes after a block without a place could not be found either.
+                error = result.error
+                break
+        states += [PutState.DROPPED] * (blocks.shape[0] - len(states))
+        return Offloaded(first_block=first_block, states=tuple(states), error=error)
+
+    def _check_unchanged(self) -> None:
+        if weights_stamp(self._model) != self._stamp:
+            raise InvalidArgumentError.of(
+                "model",
+                "changed since this PrefixCache was made",
+                "the same weights and adapters; make a new PrefixCache",
+            )
+
+
+def _one_prompt(input_ids: TokenIds) -> torch.Tensor:
+    ids = input_ids if isinstance(input_ids, torch.Tensor) else torch.tensor(list(input_ids), dtype=torch.long)
+    if ids.dim() == 2 and ids.shape[0] == 1:
+        ids = ids[0]
+    if ids.dim() != 1:
+        raise InvalidArgumentError.of("input_ids", f"shape {tuple(ids.shape)}", "one prompt: [tokens] or [1, tokens]")
+    return ids
+
+
+def _innermost(model: Any) -> Any:
+    """The transformers model under a PEFT wrapper, whose own `forward` takes anything."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

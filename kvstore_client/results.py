@@ -1,0 +1,78 @@
+"""What lookups, loads and stores tell per block. A failure is a miss here, with its reason beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from kvstore.errors import KvstoreError
+from kvstore.messages import BlockState
+
+
+class PutState(IntEnum):
+    """What became of one block of a put."""
+
+    STORED = 1
+    """This put made it readable."""
+    ALREADY_STORED = 2
+    """It was readable before; nothing was sent."""
+    PENDING = 3
+    """Another writer holds it."""
+    DROPPED = 4
+    """Not stored, or not known to be: no room, daemon leaving, reservation ended, or `error` says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookupResult:
+    """`matched_count` leading blocks are readable; everything is a miss where `error` kept us from asking."""
+
+    states: tuple[BlockState, ...]
+    matched_count: int
+    error: KvstoreError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetResult:
+    """HIT means: verified, and wholly in the caller's buffer. Buffers of other blocks are as they were."""
+
+    states: tuple[BlockState, ...]
+    matched_count: int
+    error: KvstoreError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutResult:
+    """`stored_count` blocks were readable when the put returned, by this put or before it."""
+
+    states: tuple[PutState, ...]
+    stored_count: int
+    error: KvstoreError | None = None
+
+
+def count_leading_hits(states: Iterable[BlockState]) -> int:
+    count = 0
+    for state in states:
+        if state is not BlockState.HIT:
+            break
+        count += 1
+    return count
+
+
+def lookup_result(states: Sequence[BlockState], *, error: KvstoreError | None) -> LookupResult:
+    return LookupResult(states=tuple(states), matched_count=count_leading_hits(states), error=error)
+
+
+def get_result(states: Sequence[BlockState], *, error: KvstoreError | None) -> GetResult:
+    return GetResult(states=tuple(states), matched_count=count_leading_hits(states), error=error)
+
+
+def put_result(states: Sequence[PutState], *, error: KvstoreError | None) -> PutResult:
+    stored_count = sum(state in (PutState.STORED, PutState.ALREADY_STORED) for state in states)
+    return PutResult(states=tuple(states), stored_count=stored_count, error=error)
+
+
+def padded(states: Iterable[BlockState], block_count: int) -> list[BlockState]:
+    """The states known so far, then misses."""
+    known = list(states)
+    return known + [BlockState.MISS] * (block_count - len(known))

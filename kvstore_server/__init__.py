@@ -1,0 +1,1 @@
+"""The store daemon: memory tier on slabs, served over gRPC."""

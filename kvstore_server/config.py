@@ -1,0 +1,236 @@
+"""The daemon's configuration: data, read once.
+
+Sources, last wins: defaults, one YAML file, `KVSTORE_` environment variables (`KVSTORE_MEMORY__CAPACITY=8GiB`),
+command-line flags. docs/configuration.md is generated from this file.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
+
+from kvstore.errors import InvalidArgumentError
+from kvstore_client.address import default_socket_path
+from kvstore_server.machine import memory_limit_bytes
+
+ENV_PREFIX = "KVSTORE_"
+ENV_DELIMITER = "__"
+
+_SIZE = re.compile(r"^\d+(\.\d+)?\s*([kmgtp]i?)?b?$", re.IGNORECASE)
+
+
+def _check_size(value: object) -> object:
+    if isinstance(value, bool) or (isinstance(value, str) and not _SIZE.match(value.strip())):
+        raise ValueError("a size such as 512MiB, 8GiB or 1000000")
+    return value
+
+
+Size = Annotated[ByteSize, BeforeValidator(_check_size)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+def _default_capacity_bytes() -> ByteSize:
+    # A quarter leaves the engine, its page cache and its own host buffers the rest; never below 64 MiB.
+    return ByteSize(max(memory_limit_bytes() // 4, 64 << 20))
+
+
+class MemoryConfig(_Section):
+    """The memory tier."""
+
+    capacity: Size = Field(default_factory=_default_capacity_bytes)
+    """Bytes of the arena, a hard cap for the node; default a quarter of this machine's (or cgroup's) memory."""
+    slab_size: Size | None = None
+    """Bytes of a slab, the unit in which space moves between namespaces and the largest block possible;
+    default a 32nd of the capacity, between 4 MiB and 256 MiB."""
+    high_watermark: float = Field(default=0.95, gt=0, le=1)
+    """Eviction starts above this share of the capacity."""
+    low_watermark: float = Field(default=0.90, gt=0, le=1)
+    """Eviction stops at this share; the gap makes it come in batches."""
+
+    @property
+    def slab_bytes(self) -> int:
+        """Rounded to whole pages, and small enough that at least one slab fits."""
+        wanted = int(self.slab_size) if self.slab_size else min(max(self.capacity // 32, 4 << 20), 256 << 20)
+        return max(min(wanted, int(self.capacity)) // 4096 * 4096, 4096)
+
+    @model_validator(mode="after")
+    def _check(self) -> MemoryConfig:
+        if self.low_watermark > self.high_watermark:
+            raise ValueError(
+                f"low_watermark {self.low_watermark} must not be above high_watermark {self.high_watermark}"
+            )
+        if self.capacity < 1 << 20:
+            raise ValueError(f"capacity {int(self.capacity)} is too small; allowed: at least 1MiB")
+        limit_bytes = memory_limit_bytes()
+        if self.capacity > limit_bytes:
+            raise ValueError(
+                f"capacity {self.capacity.human_readable()} is more than this machine or container may use "
+                f"({ByteSize(limit_bytes).human_readable()}); the kernel would kill the daemon"
+            )
+        return self
+
+
+def _check_host(host: str) -> str:
+    try:
+        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = False
+    if not is_loopback:
+        raise ValueError(
+            "a loopback address (127.0.0.1, ::1, localhost): there is no authentication yet, "
+            "so the daemon serves its own machine only"
+        )
+    return host
+
+
+LoopbackHost = Annotated[str, AfterValidator(_check_host)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class GrpcConfig(_Section):
+    """Where the store service listens."""
+
+    host: LoopbackHost = "127.0.0.1"
+    """Loopback only."""
+    port: Port = 7450
+    """TCP port; 0 takes a free one."""
+    socket_path: Path | None = Field(default_factory=default_socket_path)
+    """Unix socket for clients of this node, which find it by themselves; an empty string means none."""
+    stream_timeout_s: float = Field(default=120.0, gt=0)
+    """Longest life of one data stream; a peer that stalls is cut off and its blocks are free again."""
+    copy_threads: int = Field(default=2, ge=1, le=64)
+    """Threads for copies and checksums; they release the interpreter, so more than the cores is useless."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_is_none(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("socket_path") == "":
+            return {**data, "socket_path": None}
+        return data
+
+
+class MetricsConfig(_Section):
+    """Where Prometheus scrapes."""
+
+    host: LoopbackHost = "127.0.0.1"
+    """Loopback only."""
+    port: Port = 7451
+    """TCP port of `/metrics`; 0 takes a free one."""
+
+
+class LogConfig(_Section):
+    """What is logged, on stderr."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severity that is written."""
+    format: Literal["auto", "console", "json"] = "auto"
+    """`auto`: for people on a terminal, one JSON object a line otherwise."""
+
+
+class ShutdownConfig(_Section):
+    """What SIGTERM does."""
+
+    grace_s: float = Field(default=10.0, ge=0)
+    """How long running calls may go on after admission has stopped."""
+
+
+class Config(BaseSettings):
+    """All of it."""
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter=ENV_DELIMITER,
+        use_attribute_docstrings=True,
+    )
+
+    memory: MemoryConfig = Field(default_factory=MemoryConfig)
+    """The memory tier."""
+    grpc: GrpcConfig = Field(default_factory=GrpcConfig)
+    """Where the store service listens."""
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
+    """Where Prometheus scrapes."""
+    log: LogConfig = Field(default_factory=LogConfig)
+    """What is logged, on stderr."""
+    shutdown: ShutdownConfig = Field(default_factory=ShutdownConfig)
+    """What SIGTERM does."""
+
+
+def load_config(*, file: Path | None, flags: Mapping[str, Mapping[str, object]]) -> Config:
+    """The effective configuration; raises `InvalidArgumentError` that names every wrong field.
+
+    `flags` holds what was given on the command line, by section and field.
+    """
+
+    class FileConfig(Config):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            sources = (init_settings, env_settings)
+            return (*sources, YamlConfigSettingsSource(settings_cls, yaml_file=file)) if file else sources
+
+    if file is not None and not file.is_file():
+        raise InvalidArgumentError.of("--config", str(file), "a readable YAML file")
+    given: dict[str, Any] = {section: dict(values) for section, values in flags.items()}
+    try:
+        return FileConfig(**given)
+    except ValidationError as error:
+        raise InvalidArgumentError("\n".join(_explain(error))) from error
+
+
+def unknown_environment(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """`KVSTORE_…__…` variables that name no field: most likely typing errors.
+
+    Names without the double underscore belong to the client, or are Kubernetes' service links.
+    """
+    known = {
+        f"{ENV_PREFIX}{section}{ENV_DELIMITER}{field}".upper()
+        for section, info in Config.model_fields.items()
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
+        for field in info.annotation.model_fields
+    }
+    return sorted(
+        name
+        for name in environment
+        if name.startswith(ENV_PREFIX) and ENV_DELIMITER in name.removeprefix(ENV_PREFIX) and name.upper() not in known
+    )
+
+
+def _explain(error: ValidationError) -> list[str]:
+    lines = []
+    for detail in error.errors():
+        field = ".".join(str(part) for part in detail["loc"]) or "configuration"
+        message = detail["msg"].removeprefix("Value error, ")
+        if detail["type"] == "extra_forbidden":
+            lines.append(f"{field} is not a setting; see `kvstore config` for all of them")
+        elif isinstance(detail["input"], dict | BaseModel):
+            lines.append(f"{field}: {message}")
+        else:
+            lines.append(f"{field} is {detail['input']!r}; allowed: {message}")
+    return lines

@@ -1,0 +1,1 @@
+"""What the store decides, as values: no clock, no I/O, no threads."""

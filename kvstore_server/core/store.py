@@ -1,0 +1,436 @@
+"""The store's rules: what is readable, what is held, what leaves. Moves no bytes.
+
+Everything happens on one thread and takes the time as an argument. The shell around it copies bytes into
+places that are reserved here and out of places that are retained here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvstore.envelope import ENVELOPE_BYTES
+from kvstore.errors import LayoutMismatchError, NamespaceUnknownError
+from kvstore.eviction import LeafLru, Watermarks
+from kvstore.keys import BlockHash, NamespaceId
+from kvstore.messages import (
+    BlockState,
+    CommitState,
+    LeaseId,
+    NamespaceStats,
+    OwnerId,
+    ReservationId,
+    ReserveState,
+    Tier,
+)
+from kvstore.namespace import Namespace
+from kvstore_server.core.holds import HoldTable
+from kvstore_server.core.space import Place, SlabId, SlabSpace
+
+
+class BlockKey(NamedTuple):
+    namespace_id: NamespaceId
+    block_hash: BlockHash
+
+
+class StoredBlock(NamedTuple):
+    """A readable block: where it lies and how long it is with its envelope."""
+
+    place: Place
+    size_bytes: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Reservation:
+    """A slot on its way to becoming a block. Bytes land in order, so `landed_bytes` says all there is."""
+
+    key: BlockKey
+    parent: BlockKey | None
+    place: Place
+    slot_bytes: int
+    landed_bytes: int = 0
+    landing_count: int = 0
+    """Copies under way; what they have not written yet is counted in `landed_bytes` already."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    """What happened since the start."""
+
+    hit_count: int = 0
+    miss_count: int = 0
+    pending_count: int = 0
+    committed_count: int = 0
+    evicted_count: int = 0
+    expired_reservation_count: int = 0
+    expired_lease_count: int = 0
+    corrupt_on_commit_count: int = 0
+    corrupt_in_memory_count: int = 0
+    refused_full_count: int = 0
+    refused_draining_count: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+
+class Found(NamedTuple):
+    """What a lookup says: one state and one tier byte per block, and the leading run of hits."""
+
+    states: bytes
+    tiers: bytes
+    matched_count: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _NamespaceEntry:
+    namespace: Namespace
+    stored: dict[BlockHash, StoredBlock] = field(default_factory=dict)
+    pending: dict[BlockHash, Reservation] = field(default_factory=dict)
+
+
+class StoreCore:
+    """Index, space, leases, reservations and eviction of the memory tier.
+
+    A block is stored, pending or absent. Stored blocks hold their place once; each lease, each reader and
+    each landing frame holds it once more. Only blocks that nobody else holds can be evicted.
+    """
+
+    def __init__(self, *, space: SlabSpace, watermarks: Watermarks) -> None:
+        self.space = space
+        self.counters = Counters()
+        self.is_draining = False
+        self._watermarks = watermarks
+        self._namespaces: dict[NamespaceId, _NamespaceEntry] = {}
+        self._recency: LeafLru[BlockKey] = LeafLru()
+        self._key_at: dict[Place, BlockKey] = {}
+        self._leases: HoldTable[tuple[Place, ...]] = HoldTable()
+        self._reservations: HoldTable[Reservation] = HoldTable()
+        self._committing_count = 0
+
+    # --- namespaces
+
+    def open_namespace(self, namespace: Namespace, *, payload_bytes: int) -> int:
+        """Makes a namespace known; returns its slot size. Raises when the two sides differ on the block size."""
+        expected_bytes = namespace.block_layout.payload_bytes
+        if payload_bytes != expected_bytes:
+            raise LayoutMismatchError(
+                f"payload_bytes is {payload_bytes}; namespace {namespace.model} gives {expected_bytes} "
+                f"({namespace.layout}, {namespace.dtype}, {namespace.tokens_per_block} tokens per block)"
+            )
+        slot_bytes = self.space.open(namespace.id, block_bytes=ENVELOPE_BYTES + expected_bytes)
+        if namespace.id not in self._namespaces:
+            self._namespaces[namespace.id] = _NamespaceEntry(namespace=namespace)
+        return slot_bytes
+
+    def payload_bytes(self, namespace_id: NamespaceId) -> int:
+        return self._entry(namespace_id).namespace.block_layout.payload_bytes
+
+    # --- reading
+
+    def lookup(self, namespace_id: NamespaceId, hashes: Sequence[BlockHash]) -> Found:
+        """What is here of these blocks. Changes nothing but counters."""
+        entry = self._entry(namespace_id)
+        stored, pending = entry.stored, entry.pending
+        states = bytearray(len(hashes))
+        tiers = bytearray(len(hashes))
+        for index, block_hash in enumerate(hashes):
+            if block_hash in stored:
+                states[index] = BlockState.HIT
+                tiers[index] = Tier.MEMORY
+            elif block_hash in pending:
+                states[index] = BlockState.PENDING
+            else:
+                states[index] = BlockState.MISS
+        matched_count = len(states) - len(states.lstrip(bytes([BlockState.HIT])))
+        return Found(bytes(states), bytes(tiers), matched_count)
+
+    def count_lookup(self, found: Found) -> None:
+        """Counts an answered lookup; one that waited is counted once, by its last answer."""
+        self.counters.hit_count += found.states.count(BlockState.HIT)
+        self.counters.pending_count += found.states.count(BlockState.PENDING)
+        self.counters.miss_count += found.states.count(BlockState.MISS)
+
+    def lease(
+        self,
+        namespace_id: NamespaceId,
+        hashes: Sequence[BlockHash],
+        *,
+        owner_id: OwnerId,
+        now_s: float,
+        duration_s: float,
+    ) -> LeaseId | None:
+        """Leases stored blocks as one hold and counts a use of them; None when there are none."""
+        if not hashes:
+            return None
+        stored = self._entry(namespace_id).stored
+        places = tuple(stored[block_hash].place for block_hash in hashes)
+        for place in places:
+            self.space.retain(place)
+        self._touch(namespace_id, hashes)
+        return LeaseId(self._leases.grant(owner_id=owner_id, value=places, now_s=now_s, duration_s=duration_s))
+
+    def renew_lease(self, lease: LeaseId, *, owner_id: OwnerId, now_s: float, duration_s: float) -> bool:
+        return self._leases.renew(lease, owner_id=owner_id, now_s=now_s, duration_s=duration_s)
+
+    def release_lease(self, lease: LeaseId, *, owner_id: OwnerId) -> bool:
+        places = self._leases.release(lease, owner_id=owner_id)
+        for place in places or ():
+            self.space.release(place)
+        return places is not None
+
+    def begin_read(self, namespace_id: NamespaceId, block_hash: BlockHash) -> StoredBlock | None:
+        """Retains a block for a reader, who owes one `end_read`; None when it is not here."""
+        block = self._entry(namespace_id).stored.get(block_hash)
+        if block is not None:
+            self.space.retain(block.place)
+        return block
+
+    def end_read(self, block: StoredBlock, *, sent_bytes: int) -> None:
+        self.space.release(block.place)
+        self.counters.read_bytes += sent_bytes
+
+    def touch(self, namespace_id: NamespaceId, hashes: Sequence[BlockHash]) -> None:
+        """Counts one use of a chain given head first."""
+        self._entry(namespace_id)
+        self._touch(namespace_id, hashes)
+
+    # --- writing
+
+    def reserve(
+        self,
+        namespace_id: NamespaceId,
+        hashes: Sequence[BlockHash],
+        *,
+        parent_hash: BlockHash | None,
+        owner_id: OwnerId,
+        now_s: float,
+        duration_s: float,
+    ) -> tuple[bytes, list[ReservationId | None]]:
+        """Takes a slot for each block of a chain that is neither stored nor pending.
+
+        Once a block finds no place, the rest of the chain is not admitted: it could never be matched.
+        """
+        entry = self._entry(namespace_id)
+        states = bytearray()
+        reservations: list[ReservationId | None] = []
+        # The chain being extended is in use: making room must not take its own head.
+        self._touch(namespace_id, [*([parent_hash] if parent_hash else []), *hashes])
+        parent = BlockKey(namespace_id, parent_hash) if parent_hash else None
+        is_cut = False
+        for block_hash in hashes:
+            key = BlockKey(namespace_id, block_hash)
+            reservation_id = None
+            if block_hash in entry.stored:
+                state = ReserveState.STORED
+            elif block_hash in entry.pending:
+                state = ReserveState.PENDING
+            elif self.is_draining:
+                state = ReserveState.DRAINING
+                self.counters.refused_draining_count += 1
+            elif is_cut:
+                state = ReserveState.ORPHAN
+            elif (place := self._take_place(namespace_id)) is None:
+                state = ReserveState.FULL
+                self.counters.refused_full_count += 1
+                is_cut = True
+            else:
+                state = ReserveState.RESERVED
+                slot_bytes = self.space.slot_bytes(namespace_id)
+                reservation = Reservation(key=key, parent=parent, place=place, slot_bytes=slot_bytes)
+                entry.pending[block_hash] = reservation
+                reservation_id = ReservationId(
+                    self._reservations.grant(owner_id=owner_id, value=reservation, now_s=now_s, duration_s=duration_s)
+                )
+            states.append(state)
+            reservations.append(reservation_id)
+            parent = key
+        return bytes(states), reservations
+
+    def begin_landing(
+        self, reservation_id: ReservationId, *, owner_id: OwnerId, offset_bytes: int, size_bytes: int
+    ) -> Reservation | None:
+        """Retains the place for bytes that arrive, owing one `end_landing`; None when the bytes have nowhere to go.
+
+        That is when the reservation has ended, when they do not follow on what has landed, or do not fit.
+        """
+        reservation = self._reservations.get(reservation_id, owner_id=owner_id)
+        if reservation is None or offset_bytes != reservation.landed_bytes:
+            return None
+        if offset_bytes + size_bytes > reservation.slot_bytes:
+            return None
+        reservation.landed_bytes += size_bytes
+        reservation.landing_count += 1
+        self.space.retain(reservation.place)
+        return reservation
+
+    def end_landing(self, reservation: Reservation, *, size_bytes: int) -> None:
+        reservation.landing_count -= 1
+        self.space.release(reservation.place)
+        self.counters.written_bytes += size_bytes
+
+    def begin_commit(self, reservation_id: ReservationId, *, owner_id: OwnerId) -> Reservation | None:
+        """Takes a reservation off the clock while its bytes are verified; owes one `end_commit`."""
+        reservation = self._reservations.release(reservation_id, owner_id=owner_id)
+        if reservation is not None:
+            self._committing_count += 1
+        return reservation
+
+    def end_commit(self, reservation: Reservation, *, state: CommitState) -> None:
+        """Makes the block readable when it was verified, and gives its place up otherwise."""
+        self._committing_count -= 1
+        if state is not CommitState.COMMITTED:
+            self.counters.corrupt_on_commit_count += state is CommitState.CORRUPT
+            self._give_up(reservation)
+            return
+        entry = self._namespaces[reservation.key.namespace_id]
+        del entry.pending[reservation.key.block_hash]
+        entry.stored[reservation.key.block_hash] = StoredBlock(reservation.place, reservation.landed_bytes)
+        self._key_at[reservation.place] = reservation.key
+        self._recency.insert(reservation.key, parent=reservation.parent)
+        self.counters.committed_count += 1
+        self.evict_to_low_watermark()
+
+    def abort(self, reservation_id: ReservationId, *, owner_id: OwnerId) -> bool:
+        reservation = self._reservations.release(reservation_id, owner_id=owner_id)
+        if reservation is None:
+            return False
+        self._give_up(reservation)
+        return True
+
+    # --- leaving
+
+    def expire(self, *, now_s: float) -> int:
+        """Ends leases and reservations whose time is up; returns how many reservations, which may unblock waiters."""
+        for places in self._leases.expire(now_s=now_s):
+            self.counters.expired_lease_count += 1
+            for place in places:
+                self.space.release(place)
+        expired = self._reservations.expire(now_s=now_s)
+        for reservation in expired:
+            self._give_up(reservation)
+        self.counters.expired_reservation_count += len(expired)
+        return len(expired)
+
+    def quarantine(self, namespace_id: NamespaceId, block_hash: BlockHash, block: StoredBlock) -> None:
+        """Drops a block that did not verify, unless it was replaced meanwhile; readers keep its slot until they end."""
+        if self._entry(namespace_id).stored.get(block_hash) == block:
+            self._recency.remove(BlockKey(namespace_id, block_hash))
+            self._drop(BlockKey(namespace_id, block_hash))
+        self.counters.corrupt_in_memory_count += 1
+
+    def evict_to_low_watermark(self) -> int:
+        """Above the high mark, drops the coldest leaves down to the low one; returns how many blocks went."""
+        excess_bytes = self._watermarks.excess_bytes(
+            used_bytes=self.space.used_bytes, capacity_bytes=self.space.ready_bytes
+        )
+        return self._evict(excess_bytes) if excess_bytes else 0
+
+    # --- figures
+
+    @property
+    def lease_count(self) -> int:
+        return len(self._leases)
+
+    @property
+    def reservation_count(self) -> int:
+        return len(self._reservations) + self._committing_count
+
+    @property
+    def block_count(self) -> int:
+        return len(self._key_at)
+
+    def namespace_stats(self) -> tuple[NamespaceStats, ...]:
+        return tuple(
+            NamespaceStats(
+                namespace_id=namespace_id,
+                model=entry.namespace.model,
+                slot_bytes=self.space.slot_bytes(namespace_id),
+                block_count=len(entry.stored),
+                used_bytes=(len(entry.stored) + len(entry.pending)) * self.space.slot_bytes(namespace_id),
+            )
+            for namespace_id, entry in self._namespaces.items()
+        )
+
+    def check_invariants(self) -> None:
+        self.space.check_invariants()
+        self._recency.check_invariants()
+        stored = {
+            BlockKey(namespace_id, block_hash): block.place
+            for namespace_id, entry in self._namespaces.items()
+            for block_hash, block in entry.stored.items()
+        }
+        assert {place: key for key, place in stored.items()} == self._key_at, "places and index disagree"
+        assert len(self._recency) == len(stored), f"{len(self._recency)} in recency, {len(stored)} stored"
+        for key, place in stored.items():
+            assert key in self._recency, f"{key} cannot be evicted"
+            assert key.block_hash not in self._namespaces[key.namespace_id].pending, f"{key} is stored and pending"
+            assert self.space.ref_count(place) >= 1, f"{key} has no place"
+
+    # --- inside
+
+    def _entry(self, namespace_id: NamespaceId) -> _NamespaceEntry:
+        entry = self._namespaces.get(namespace_id)
+        if entry is None:
+            raise NamespaceUnknownError(f"namespace {namespace_id.hex()[:16]} has not been opened since the start")
+        return entry
+
+    def _touch(self, namespace_id: NamespaceId, hashes: Sequence[BlockHash]) -> None:
+        self._recency.touch_chain([BlockKey(namespace_id, block_hash) for block_hash in hashes])
+
+    def _take_place(self, namespace_id: NamespaceId) -> Place | None:
+        """A place, at the cost of colder blocks if need be; None when everything is held."""
+        place = self.space.allocate(namespace_id)
+        if place is not None:
+            return place
+        self.evict_to_low_watermark()
+        place = self.space.allocate(namespace_id)
+        if place is not None:
+            return place
+        if not self._claim_coldest_slab(namespace_id):
+            self._evict(1, of=namespace_id)
+        return self.space.allocate(namespace_id)
+
+    def _claim_coldest_slab(self, namespace_id: NamespaceId) -> bool:
+        """Empties the slab of the coldest block of all, if that is another namespace's and nobody uses the slab.
+
+        This is how space follows demand. Slab-mates are of about the same age, so little warm is lost.
+        """
+        coldest = self._recency.peek_coldest(may_evict=self._is_idle)
+        if coldest is None or coldest.namespace_id == namespace_id:
+            return False
+        slab: SlabId = self.space.slab_of(self._block(coldest).place)
+        places = self.space.taken_places(slab)
+        if not all(place in self._key_at and self.space.ref_count(place) == 1 for place in places):
+            return False
+        for place in places:
+            self._recency.remove(self._key_at[place])
+            self._drop(self._key_at[place])
+        self.counters.evicted_count += len(places)
+        return True
+
+    def _evict(self, goal_bytes: int, *, of: NamespaceId | None = None) -> int:
+        victims = self._recency.pop_coldest(
+            goal_bytes=goal_bytes,
+            size_bytes_of=lambda key: self.space.slot_bytes(key.namespace_id),
+            may_evict=lambda key: (of is None or key.namespace_id == of) and self._is_idle(key),
+        )
+        for key in victims:
+            self._drop(key)
+        self.counters.evicted_count += len(victims)
+        return len(victims)
+
+    def _block(self, key: BlockKey) -> StoredBlock:
+        return self._namespaces[key.namespace_id].stored[key.block_hash]
+
+    def _is_idle(self, key: BlockKey) -> bool:
+        return self.space.ref_count(self._block(key).place) == 1
+
+    def _drop(self, key: BlockKey) -> None:
+        block = self._namespaces[key.namespace_id].stored.pop(key.block_hash)
+        del self._key_at[block.place]
+        self.space.release(block.place)
+
+    def _give_up(self, reservation: Reservation) -> None:
+        entry = self._namespaces[reservation.key.namespace_id]
+        del entry.pending[reservation.key.block_hash]
+        self.space.release(reservation.place)

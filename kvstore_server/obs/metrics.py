@@ -1,0 +1,184 @@
+"""What Prometheus sees: the core's own figures, read when it scrapes, so nothing is counted twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from wsgiref.simple_server import WSGIServer
+
+import prometheus_client
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from kvstore import __version__
+from kvstore_server.core.store import StoreCore
+
+Labels = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricSpec:
+    """One exported metric: `samples` reads it, as (labels, value) pairs."""
+
+    name: str
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily]
+    help: str
+    labels: tuple[str, ...] = ()
+    samples: Callable[[StoreCore], list[tuple[Labels, float]]]
+
+
+def _one(read: Callable[[StoreCore], float], **labels: str) -> Callable[[StoreCore], list[tuple[Labels, float]]]:
+    return lambda core: [(labels, read(core))]
+
+
+SPECS: tuple[MetricSpec, ...] = (
+    MetricSpec(
+        name="kvstore_store_capacity_bytes",
+        kind=GaugeMetricFamily,
+        help="Hard cap of a tier.",
+        labels=("tier",),
+        samples=_one(lambda core: core.space.capacity_bytes, tier="memory"),
+    ),
+    MetricSpec(
+        name="kvstore_store_ready_bytes",
+        kind=GaugeMetricFamily,
+        help="Part of the cap that is faulted in and in service; reaches the cap soon after a start.",
+        labels=("tier",),
+        samples=_one(lambda core: core.space.ready_bytes, tier="memory"),
+    ),
+    MetricSpec(
+        name="kvstore_store_used_bytes",
+        kind=GaugeMetricFamily,
+        help="Bytes of slots that hold blocks or reservations.",
+        labels=("tier",),
+        samples=_one(lambda core: core.space.used_bytes, tier="memory"),
+    ),
+    MetricSpec(
+        name="kvstore_store_blocks",
+        kind=GaugeMetricFamily,
+        help="Readable blocks.",
+        labels=("tier",),
+        samples=_one(lambda core: core.block_count, tier="memory"),
+    ),
+    MetricSpec(
+        name="kvstore_store_leases",
+        kind=GaugeMetricFamily,
+        help="Leases that are neither released nor expired; returns to 0 when no client holds a prefix.",
+        samples=_one(lambda core: core.lease_count),
+    ),
+    MetricSpec(
+        name="kvstore_store_reservations",
+        kind=GaugeMetricFamily,
+        help="Slots being written; returns to 0 when no client writes.",
+        samples=_one(lambda core: core.reservation_count),
+    ),
+    MetricSpec(
+        name="kvstore_store_namespaces",
+        kind=GaugeMetricFamily,
+        help="Namespaces opened since the start.",
+        samples=_one(lambda core: len(core.namespace_stats())),
+    ),
+    MetricSpec(
+        name="kvstore_store_lookup_blocks_total",
+        kind=CounterMetricFamily,
+        help="Blocks asked for by lookups and acquires, by answer.",
+        labels=("outcome",),
+        samples=lambda core: [
+            ({"outcome": "hit"}, core.counters.hit_count),
+            ({"outcome": "pending"}, core.counters.pending_count),
+            ({"outcome": "miss"}, core.counters.miss_count),
+        ],
+    ),
+    MetricSpec(
+        name="kvstore_store_committed_blocks_total",
+        kind=CounterMetricFamily,
+        help="Blocks that were written, verified and made readable.",
+        samples=_one(lambda core: core.counters.committed_count),
+    ),
+    MetricSpec(
+        name="kvstore_store_evicted_blocks_total",
+        kind=CounterMetricFamily,
+        help="Blocks that left a tier to make room.",
+        labels=("tier",),
+        samples=_one(lambda core: core.counters.evicted_count, tier="memory"),
+    ),
+    MetricSpec(
+        name="kvstore_store_refused_blocks_total",
+        kind=CounterMetricFamily,
+        help="Blocks that were not admitted, by reason.",
+        labels=("reason",),
+        samples=lambda core: [
+            ({"reason": "full"}, core.counters.refused_full_count),
+            ({"reason": "draining"}, core.counters.refused_draining_count),
+        ],
+    ),
+    MetricSpec(
+        name="kvstore_store_expired_total",
+        kind=CounterMetricFamily,
+        help="Leases and reservations whose owner let their time pass.",
+        labels=("what",),
+        samples=lambda core: [
+            ({"what": "lease"}, core.counters.expired_lease_count),
+            ({"what": "reservation"}, core.counters.expired_reservation_count),
+        ],
+    ),
+    MetricSpec(
+        name="kvstore_store_corrupt_blocks_total",
+        kind=CounterMetricFamily,
+        help="Blocks that did not verify and were dropped, by the hop that was checked.",
+        labels=("hop",),
+        samples=lambda core: [
+            ({"hop": "commit"}, core.counters.corrupt_on_commit_count),
+            ({"hop": "memory"}, core.counters.corrupt_in_memory_count),
+        ],
+    ),
+    MetricSpec(
+        name="kvstore_store_read_bytes_total",
+        kind=CounterMetricFamily,
+        help="Bytes sent to readers, envelopes included.",
+        samples=_one(lambda core: core.counters.read_bytes),
+    ),
+    MetricSpec(
+        name="kvstore_store_written_bytes_total",
+        kind=CounterMetricFamily,
+        help="Bytes that landed in slots, envelopes included.",
+        samples=_one(lambda core: core.counters.written_bytes),
+    ),
+)
+
+
+class StoreCollector(Collector):
+    """Reads the core from the scraping thread: single numbers, each consistent in itself."""
+
+    def __init__(self, core: StoreCore) -> None:
+        self._core = core
+
+    def collect(self) -> Iterator[Metric]:
+        yield InfoMetricFamily("kvstore_store_build", "Version of the daemon.", value={"version": __version__})
+        for spec in SPECS:
+            family = spec.kind(spec.name, spec.help, labels=spec.labels)
+            for labels, value in spec.samples(self._core):
+                family.add_metric([labels[name] for name in spec.labels], value)
+            yield family
+
+
+class MetricsServer:
+    """`/metrics` on a port of its own, in a thread of its own."""
+
+    def __init__(self, core: StoreCore, *, host: str, port: int) -> None:
+        registry = CollectorRegistry()
+        registry.register(StoreCollector(core))
+        prometheus_client.ProcessCollector(registry=registry)
+        self._server: WSGIServer
+        self._thread: Any
+        self._server, self._thread = prometheus_client.start_http_server(port, addr=host, registry=registry)
+
+    @property
+    def port(self) -> int:
+        return self._server.server_port
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -1,0 +1,1 @@
+"""The service and the transports that carry it."""

@@ -38,8 +38,7 @@ install: $(INSTALLED) ## .venv with the package, its extras and every tool used 
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "$(PYTHON) is older than 3.11 or missing; name another: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
-	@echo "==> .venv: creating (once)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
+	@test -x $(BIN)/python || { echo "==> .venv: creating"; $(PYTHON) -m venv $(VENV); } || { \
 		echo "venv failed; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
 	@echo "==> .venv: pip and $(firstword $(TORCH)) (about 200 MB the first time)"
 	@$(BIN)/python -m pip install --quiet --upgrade pip
@@ -76,7 +75,7 @@ types: $(INSTALLED) ## mypy --strict
 
 imports: $(INSTALLED) ## who may import whom
 	@echo "==> import-linter"
-	@$(BIN)/lint-imports
+	@$(BIN)/lint-imports --no-logo
 
 proto: $(INSTALLED) ## stubs from proto/kvstore/v1/*.proto
 	@$(call PROTOC,proto)

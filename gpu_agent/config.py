@@ -32,7 +32,11 @@ class AgentConfig:
     """Bytes of each of the two page-locked buffers, offload and load; at least one block. Batches that are larger
     go through in parts."""
     room_wait_s: float = 1.0
-    """Longest wait of one `store` or `load` for migration to make room; then the coldest blocks are dropped."""
+    """Longest wait of one `store` or `load` for migration to make room, beside the time that its bytes take at
+    `offload_rate_min_bytes_per_s`; then the coldest blocks are dropped."""
+    offload_rate_min_bytes_per_s: int = 64 << 20
+    """Bytes per second below which the engine no longer waits for offloading. 64 MiB/s is 2 MiB blocks of 16 tokens
+    at 512 tokens/s: slower than any GPU recomputes them."""
     retry_pause_initial_s: float = 0.25
     """Seconds without migration after the daemon failed; doubles with each failure in a row."""
     retry_pause_max_s: float = 5.0
@@ -44,7 +48,13 @@ class AgentConfig:
 
     def __post_init__(self) -> None:
         _ = self.watermarks
-        for name in ("vram_capacity_bytes", "batch_count_max", "window_steps", "staging_capacity_bytes"):
+        for name in (
+            "vram_capacity_bytes",
+            "batch_count_max",
+            "window_steps",
+            "staging_capacity_bytes",
+            "offload_rate_min_bytes_per_s",
+        ):
             if getattr(self, name) < 1:
                 raise InvalidArgumentError.of(name, getattr(self, name), "at least 1")
         for name in ("cooldown_steps", "room_wait_s", "offloaded_count_max", "close_wait_s"):

@@ -4,44 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from gpu_agent.core.access import AccessWindow, Heat
 from gpu_agent.core.planner import choose_victims
 from gpu_agent.core.table import BlockTable, Place, Resident
+from gpu_agent.counters import Counters
 from gpu_agent.device import Device
 from kvstore.errors import InvalidArgumentError
 from kvstore.keys import BlockHash
 from kvstore.slots import SlotId
-
-
-@dataclass(slots=True)
-class Counters:
-    """What has happened since the start; only ever grows."""
-
-    stored_count: int = 0
-    refused_count: int = 0
-    """Blocks for which `store` found no room."""
-    hit_count: int = 0
-    """Blocks that `load` found in the pool."""
-    reloaded_count: int = 0
-    missed_count: int = 0
-    migrated_count: int = 0
-    """Blocks that left for the daemon."""
-    offloaded_bytes: int = 0
-    """Bytes that crossed the link downwards; a block that the daemon still has moves none."""
-    loaded_bytes: int = 0
-    migration_batch_count: int = 0
-    migration_refused_count: int = 0
-    """Blocks that the daemon did not take, or not within its deadline."""
-    lost_count: int = 0
-    """Blocks dropped under pressure without a known lower copy."""
-    stall_count: int = 0
-    """Calls that waited for room."""
-    stall_s: float = 0.0
-    daemon_error_count: int = 0
 
 
 class Pool:
@@ -109,7 +82,7 @@ class Pool:
 
     def victims(self, *, goal_count: int, required_count: int = 0) -> list[Resident]:
         return choose_victims(
-            self.table.residents(),
+            self.table,
             heat_of=self._heat,
             step=self.step,
             goal_count=goal_count,

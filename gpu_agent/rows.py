@@ -17,6 +17,20 @@ def check_hashes(hashes: Sequence[BlockHash], *, field: str) -> None:
             raise InvalidArgumentError.of(field, block_hash, f"{HASH_BYTES} bytes each")
 
 
+def check_parent_hash(parent_hash: BlockHash | None) -> None:
+    if parent_hash is not None:
+        check_hashes([parent_hash], field="parent_hash")
+
+
+def chain_parents(hashes: Sequence[BlockHash], *, parent_hash: BlockHash | None) -> dict[BlockHash, BlockHash | None]:
+    """What each block follows; of a block that is there twice, the first place counts."""
+    parents: dict[BlockHash, BlockHash | None] = {}
+    for block_hash in hashes:
+        parents.setdefault(block_hash, parent_hash)
+        parent_hash = block_hash
+    return parents
+
+
 def as_rows(tensor: Tensor, *, row_count: int, block_bytes: int, device_name: str, field: str) -> Tensor:
     """A [row_count, block_bytes] uint8 view of the caller's memory; never a copy.
 
@@ -41,4 +55,4 @@ def as_rows(tensor: Tensor, *, row_count: int, block_bytes: int, device_name: st
 
 def as_buffer(staging: Tensor, *, start_row: int, end_row: int) -> memoryview:
     """Rows of host memory as one flat buffer, sharing their bytes."""
-    return memoryview(staging[start_row:end_row].reshape(-1).numpy())
+    return staging[start_row:end_row].reshape(-1).numpy().data

@@ -20,11 +20,11 @@ class ClientConfig:
     not read as a dead daemon."""
     data_timeout_base_s: float = 2.0
     """Seconds that a batch of blocks may take beside its bytes: queueing, disk, scheduling."""
-    data_rate_min_bytes_per_s: int = 64 << 20
-    """Bytes per second below which a transfer is given up. 64 MiB/s is 2 MiB blocks of 16 tokens at 512
+    data_rate_min_bytes_per_s: int = 32 << 20
+    """Bytes per second below which a transfer is given up. 32 MiB/s is 2 MiB blocks of 16 tokens at 256
     tokens/s: slower than any GPU recomputes them."""
     batch_bytes_max: int = 64 << 20
-    """Bytes of blocks in one transfer. Bounds what a hung daemon can cost (2 s + 64 MiB / 64 MiB/s = 3 s) and what
+    """Bytes of blocks in one transfer. Bounds what a hung daemon can cost (2 s + 64 MiB / 32 MiB/s = 4 s) and what
     a broken stream loses; at 1 GiB/s the round trip per batch is 2 % of it."""
     batch_count_max: int = BATCH_COUNT_MAX
     """Block hashes in one request; the contract's own limit."""
@@ -32,7 +32,8 @@ class ClientConfig:
     """Seconds that `acquire` holds blocks when the call does not say. Outlasts queueing in an engine and is over
     soon after one dies."""
     reservation_s: float = 30.0
-    """Seconds after which the daemon gives up a write that was never finished. Ten times the longest batch."""
+    """Seconds after which the daemon gives up a write that was never finished. Several times the longest batch
+    (writing and committing 64 MiB: 2 x 4 s)."""
     breaker_failure_count: int = 3
     """Refused connections in a row that stop further calls. A passed deadline stops them at once: it has
     already cost the caller seconds."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kvstore.errors import InvalidArgumentError
+from kvstore.errors import InvalidArgumentError, KvstoreError
 from kvstore_server.config import Config, load_config, unknown_environment
 
 _FLAGS: tuple[tuple[str, str, str, type, str], ...] = (
@@ -54,7 +54,8 @@ def _load(config_file: Path | None, flags: dict[str, Any]) -> Config:
     type=click.Path(path_type=Path, dir_okay=False),
     help="Written once the daemon serves: its addresses as JSON; removed when it stops.",
 )
-def serve(config_file: Path | None, ready_file: Path | None, **flags: Any) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Log JSON lines, as --log-format json does.")
+def serve(config_file: Path | None, ready_file: Path | None, as_json: bool, **flags: Any) -> None:
     """Run the store daemon of this node.
 
     \b
@@ -69,6 +70,8 @@ def serve(config_file: Path | None, ready_file: Path | None, **flags: Any) -> No
       kvstore serve --grpc-port 0 --metrics-port 0 --ready-file /run/kvstore.json
       KVSTORE_MEMORY__CAPACITY=8GiB kvstore serve --config kvstore.yaml
     """
+    if as_json:
+        flags["log__format"] = "json"
     config = _load(config_file, flags)
     import structlog
     import uvloop
@@ -83,8 +86,11 @@ def serve(config_file: Path | None, ready_file: Path | None, **flags: Any) -> No
     async def main() -> None:
         await Daemon(config).run(ready_file=ready_file)
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main())
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(main())
+    except KvstoreError as error:
+        raise click.ClickException(str(error)) from error
 
 
 @click.command()

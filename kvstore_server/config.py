@@ -23,7 +23,13 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
 
 from kvstore.errors import InvalidArgumentError
 from kvstore_client.address import default_socket_path
@@ -32,13 +38,14 @@ from kvstore_server.machine import memory_limit_bytes
 ENV_PREFIX = "KVSTORE_"
 ENV_DELIMITER = "__"
 
-_SIZE = re.compile(r"^\d+(\.\d+)?\s*([kmgtp]i?)?b?$", re.IGNORECASE)
+_SIZE = re.compile(r"^\d+(\.\d+)?\s*([kmgtp]i?)?b?$", re.IGNORECASE | re.ASCII)
 
 
 def _check_size(value: object) -> object:
-    if isinstance(value, bool) or (isinstance(value, str) and not _SIZE.match(value.strip())):
+    if not isinstance(value, int | float | str) or isinstance(value, bool) or not _SIZE.match(str(value).strip()):
         raise ValueError("a size such as 512MiB, 8GiB or 1000000")
-    return value
+    text = str(value).strip()
+    return f"{text}B" if text.endswith("i") else text  # Kubernetes writes 8Gi
 
 
 Size = Annotated[ByteSize, BeforeValidator(_check_size)]
@@ -69,7 +76,8 @@ class MemoryConfig(_Section):
     @property
     def slab_bytes(self) -> int:
         """Rounded to whole pages, and small enough that at least one slab fits."""
-        wanted = int(self.slab_size) if self.slab_size else min(max(self.capacity // 32, 4 << 20), 256 << 20)
+        default_bytes = min(max(self.capacity // 32, 4 << 20), 256 << 20)
+        wanted = default_bytes if self.slab_size is None else int(self.slab_size)
         return max(min(wanted, int(self.capacity)) // 4096 * 4096, 4096)
 
     @model_validator(mode="after")
@@ -80,6 +88,11 @@ class MemoryConfig(_Section):
             )
         if self.capacity < 1 << 20:
             raise ValueError(f"capacity {int(self.capacity)} is too small; allowed: at least 1MiB")
+        if self.slab_size is not None and not 4096 <= self.slab_size <= self.capacity:
+            raise ValueError(
+                f"slab_size {int(self.slab_size)} is out of range; "
+                f"allowed: 4096 bytes to the capacity, {int(self.capacity)}"
+            )
         limit_bytes = memory_limit_bytes()
         if self.capacity > limit_bytes:
             raise ValueError(
@@ -192,16 +205,33 @@ def load_config(*, file: Path | None, flags: Mapping[str, Mapping[str, object]])
             dotenv_settings: PydanticBaseSettingsSource,
             file_secret_settings: PydanticBaseSettingsSource,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
-            sources = (init_settings, env_settings)
-            return (*sources, YamlConfigSettingsSource(settings_cls, yaml_file=file)) if file else sources
+            return init_settings, env_settings, InitSettingsSource(settings_cls, init_kwargs=in_file)
 
-    if file is not None and not file.is_file():
-        raise InvalidArgumentError.of("--config", str(file), "a readable YAML file")
+    in_file = _read_sections(file) if file is not None else {}
     given: dict[str, Any] = {section: dict(values) for section, values in flags.items()}
     try:
         return FileConfig(**given)
+    except SettingsError as error:
+        raise InvalidArgumentError(f"{error}; set single fields, such as KVSTORE_MEMORY__CAPACITY=8GiB") from error
     except ValidationError as error:
         raise InvalidArgumentError("\n".join(_explain(error))) from error
+
+
+def _read_sections(file: Path) -> dict[str, Any]:
+    """What a YAML file says; a section with nothing in it says nothing."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(file.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgumentError.of("--config", str(file), "a readable YAML file") from error
+    except yaml.YAMLError as error:
+        raise InvalidArgumentError(f"{file} is not YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise InvalidArgumentError(f"{file} holds no sections; `kvstore config` prints a valid file")
+    return {str(name): value for name, value in content.items() if value is not None}
 
 
 def unknown_environment(environment: Mapping[str, str] = os.environ) -> list[str]:

@@ -15,6 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -32,6 +33,10 @@ from kvstore_server.tiers.arena import Arena
 
 _SWEEP_INTERVAL_S = 0.25
 """How late an expired lease or reservation may be noticed."""
+_DRAIN_INTERVAL_S = 0.05
+"""How late the end of the last reservation may be noticed when draining."""
+_PROBE_TIMEOUT_S = 2.0
+"""How long another daemon may take to accept a connection on its socket; the kernel does it at once."""
 
 _log = structlog.get_logger("kvstore.daemon")
 
@@ -75,12 +80,14 @@ class Daemon:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
+        loop.set_exception_handler(self._on_stray_exception)
         async with contextlib.AsyncExitStack() as parts:
             parts.callback(self._copy_pool.shutdown)
             parts.push_async_callback(self._grpc.stop, grace_s=0)
             grpc_address = self._listen_tcp()
             unix_path = self._listen_unix(parts)
             metrics_address = self._start_metrics(parts)
+            self._ready_slab(SlabId(0))  # so that the first put after the announcement has room
             await self._grpc.start()
             await self._grpc.set_serving(True)
             addresses = Addresses(
@@ -118,7 +125,7 @@ class Daemon:
             path.chmod(0o600)  # nobody but this user, until there is authentication
         except OSError as error:
             raise UnavailableError(f"cannot listen on {path}: {error}; set grpc.socket_path") from error
-        parts.callback(path.unlink, missing_ok=True)
+        _remove_at_exit(path, parts)
         return path
 
     def _start_metrics(self, parts: contextlib.AsyncExitStack) -> str:
@@ -147,11 +154,11 @@ class Daemon:
             self._service.sweep()
 
     async def _prefault(self) -> None:
-        """Faults the arena in while serving; the store uses what is ready."""
+        """Faults the rest of the arena in while serving; the store uses what is ready."""
         loop = asyncio.get_running_loop()
         started_s = time.monotonic()
         with ThreadPoolExecutor(1, thread_name_prefix="kvstore-prefault") as pool:
-            for slab in range(self._slab_count):
+            for slab in range(1, self._slab_count):
                 await loop.run_in_executor(pool, self._arena.prefault, SlabId(slab))
                 self._core.space.add_slab(SlabId(slab))
         _log.info(
@@ -161,13 +168,33 @@ class Daemon:
             took_s=round(time.monotonic() - started_s, 3),
         )
 
+    def _ready_slab(self, slab: SlabId) -> None:
+        self._arena.prefault(slab)
+        self._core.space.add_slab(slab)
+
     async def _drain(self) -> None:
-        """Admits nothing more, says so, and lets what is running finish."""
+        """Admits nothing more, says so, and lets what is running finish.
+
+        Calls are answered until the last reservation has ended, for a write that has begun needs more of them.
+        After a bug nothing is waited for: what is served now might be wrong.
+        """
         self._core.is_draining = True
+        grace_s = self._config.shutdown.grace_s if self._bug is None else 0.0
+        deadline_s = time.monotonic() + grace_s
         await self._grpc.set_serving(False)
-        _log.info("draining", grace_s=self._config.shutdown.grace_s, reservations=self._core.reservation_count)
-        await self._grpc.stop(grace_s=self._config.shutdown.grace_s)
+        _log.info("draining", grace_s=grace_s, reservations=self._core.reservation_count)
+        while self._core.reservation_count and self._bug is None and time.monotonic() < deadline_s:
+            await asyncio.sleep(_DRAIN_INTERVAL_S)
+            self._service.sweep()
+        await self._grpc.stop(grace_s=max(deadline_s - time.monotonic(), 0.0) if self._bug is None else 0.0)
         _log.info("stopped", blocks=self._core.block_count)
+
+    def _on_stray_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What ended a task that nobody waits for any more, such as a copy whose caller has gone."""
+        loop.default_exception_handler(context)
+        error = context.get("exception")
+        if isinstance(error, AssertionError):
+            self._stop_because_of(error)
 
     def _stop_because_of(self, bug: AssertionError) -> None:
         self._bug = bug
@@ -183,7 +210,7 @@ def _claim_socket(path: Path) -> None:
         if not stat.S_ISSOCK(path.stat().st_mode):
             raise UnavailableError(f"{path} is in the way and is not a socket; remove it, or set grpc.socket_path")
         if not _is_answered(path):
-            path.unlink()
+            path.unlink(missing_ok=True)
             return
     except OSError as error:
         raise UnavailableError(f"{path} cannot be used: {error.strerror}; set grpc.socket_path") from error
@@ -194,11 +221,33 @@ def _claim_socket(path: Path) -> None:
 
 def _is_answered(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(_PROBE_TIMEOUT_S)
         try:
             probe.connect(str(path))
-        except ConnectionRefusedError:
+        except (ConnectionRefusedError, FileNotFoundError):
             return False
+        except (TimeoutError, BlockingIOError):
+            return True  # its queue is full, so somebody has it
     return True
+
+
+def _remove_at_exit(path: Path, parts: contextlib.AsyncExitStack) -> None:
+    """Removes a file of ours when we stop, but not what a successor has put in its place while we drained."""
+
+    def identity() -> tuple[int, ...] | None:
+        try:
+            entry = path.lstat()
+        except FileNotFoundError:
+            return None
+        return entry.st_dev, entry.st_ino, entry.st_mtime_ns
+
+    ours = identity()
+
+    def remove() -> None:
+        if ours is not None and identity() == ours:
+            path.unlink(missing_ok=True)
+
+    parts.callback(remove)
 
 
 def _announce(addresses: Addresses, ready_file: Path | None, parts: contextlib.AsyncExitStack) -> None:
@@ -213,4 +262,4 @@ def _announce(addresses: Addresses, ready_file: Path | None, parts: contextlib.A
         Path(file.name).replace(ready_file)
     except OSError as error:
         raise UnavailableError(f"cannot write the ready file {ready_file}: {error.strerror}") from error
-    parts.callback(ready_file.unlink, missing_ok=True)
+    _remove_at_exit(ready_file, parts)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from gpu_agent.core.access import Heat
 from gpu_agent.core.table import Resident
@@ -32,8 +33,20 @@ class Batch:
         return tuple(block_hash for run in self.runs for block_hash in run.block_hashes)
 
 
+class Residents(Protocol):
+    """What the planner asks of a table. Plans look at leaves and what they lead to, not at every block."""
+
+    def leaves(self) -> Iterable[Resident]:
+        """Resident blocks without a child that is loading or resident."""
+
+    def find(self, block_hash: BlockHash) -> Resident | None:
+        """The block, if it is resident."""
+
+    def residents(self) -> Iterable[Resident]: ...
+
+
 def choose_victims(
-    residents: Iterable[Resident],
+    table: Residents,
     *,
     heat_of: Callable[[BlockHash], Heat],
     step: int,
@@ -46,15 +59,13 @@ def choose_victims(
     held never go. Blocks in their cool-down go only while fewer than `required_count` were found, and only
     then, as a last resort, blocks whose children have to stay.
     """
-    by_hash = {resident.block_hash: resident for resident in residents if not resident.is_held}
-    goal_count = max(goal_count, required_count)
-    picker = _LeafPicker(by_hash, heat_of=heat_of)
-    victims = picker.pick(goal_count, may_go=lambda resident: resident.cool_until_step <= step)
+    picker = _LeafPicker(table, heat_of=heat_of)
+    victims = picker.pick(max(goal_count, required_count), may_go=lambda resident: resident.cool_until_step <= step)
     if len(victims) < required_count:
         victims += picker.pick(required_count - len(victims), may_go=lambda _: True)
     if len(victims) < required_count:
         chosen = {victim.block_hash for victim in victims}
-        rest = [resident for resident in by_hash.values() if resident.block_hash not in chosen]
+        rest = [r for r in table.residents() if not r.is_held and r.block_hash not in chosen]
         rest.sort(key=lambda resident: heat_of(resident.block_hash))
         victims += rest[: required_count - len(victims)]
     return victims
@@ -71,9 +82,7 @@ def plan_migration(victims: Sequence[Resident], *, batch_count_max: int) -> tupl
 def plan_copies(residents: Iterable[Resident], *, batch_count_max: int) -> tuple[Batch, ...]:
     """Batches that copy everything down, heads first: cut off anywhere, what arrived is whole prefixes."""
     by_hash = {resident.block_hash: resident for resident in residents}
-    ordered = [
-        by_hash[block_hash] for run in into_runs(list(by_hash.values())) for block_hash in run.block_hashes
-    ]
+    ordered = [by_hash[block_hash] for run in into_runs(list(by_hash.values())) for block_hash in run.block_hashes]
     return tuple(
         Batch(runs=into_runs(ordered[start : start + batch_count_max]), keeps_resident=True)
         for start in range(0, len(ordered), batch_count_max)
@@ -89,11 +98,11 @@ def into_runs(blocks: Sequence[Resident]) -> tuple[Run, ...]:
     members = {block.block_hash: block for block in blocks}
     children: dict[BlockHash, list[Resident]] = {}
     heads: list[Resident] = []
-    for block in members.values():
-        if block.parent_hash is not None and block.parent_hash in members:
-            children.setdefault(block.parent_hash, []).append(block)
+    for member in members.values():
+        if member.parent_hash is not None and member.parent_hash in members:
+            children.setdefault(member.parent_hash, []).append(member)
         else:
-            heads.append(block)
+            heads.append(member)
     runs: list[Run] = []
     seen: set[BlockHash] = set()
     # Heads of trees first; what is left after them are rings.
@@ -114,38 +123,67 @@ def into_runs(blocks: Sequence[Resident]) -> tuple[Run, ...]:
     return tuple(runs)
 
 
+def cut_runs(runs: Iterable[Run], *, skip: Container[BlockHash], block_count_max: int) -> Iterator[tuple[Run, ...]]:
+    """The same blocks without those in `skip`, in parts of at most `block_count_max`; every run keeps its parent."""
+    part: list[Run] = []
+    room = block_count_max
+    for run in runs:
+        parent_hash, piece = run.parent_hash, list[BlockHash]()
+        for block_hash in run.block_hashes:
+            if block_hash in skip:
+                if piece:
+                    part.append(Run(parent_hash=parent_hash, block_hashes=tuple(piece)))
+                parent_hash, piece = block_hash, []
+                continue
+            piece.append(block_hash)
+            room -= 1
+            if room == 0:
+                yield (*part, Run(parent_hash=parent_hash, block_hashes=tuple(piece)))
+                parent_hash, piece, part, room = block_hash, [], [], block_count_max
+        if piece:
+            part.append(Run(parent_hash=parent_hash, block_hashes=tuple(piece)))
+    if part:
+        yield tuple(part)
+
+
 class _LeafPicker:
     """Takes leaves off the tree, coldest first; what one pick passed over is there for the next."""
 
-    def __init__(self, by_hash: Mapping[BlockHash, Resident], *, heat_of: Callable[[BlockHash], Heat]) -> None:
-        self._by_hash = by_hash
+    def __init__(self, table: Residents, *, heat_of: Callable[[BlockHash], Heat]) -> None:
+        self._table = table
         self._heat_of = heat_of
-        self._child_counts = {block_hash: resident.child_count for block_hash, resident in by_hash.items()}
+        self._child_counts: dict[BlockHash, int] = {}
         self._queue: list[tuple[Heat, int, Resident]] = []
         self._pushes = 0
-        for resident in by_hash.values():
-            if resident.child_count == 0:
-                self._push(resident)
+        for leaf in table.leaves():
+            self._push(leaf)
 
     def pick(self, count: int, *, may_go: Callable[[Resident], bool]) -> list[Resident]:
         picked: list[Resident] = []
         passed: list[Resident] = []
         while len(picked) < count and self._queue:
             _, _, resident = heapq.heappop(self._queue)
-            if not may_go(resident):
+            if may_go(resident):
+                picked.append(resident)
+                self._uncover_parent(resident)
+            else:
                 passed.append(resident)
-                continue
-            picked.append(resident)
-            parent = self._by_hash.get(resident.parent_hash) if resident.parent_hash is not None else None
-            if parent is not None:
-                self._child_counts[parent.block_hash] -= 1
-                if self._child_counts[parent.block_hash] == 0:
-                    self._push(parent)
         for resident in passed:
             self._push(resident)
         return picked
 
+    def _uncover_parent(self, child: Resident) -> None:
+        parent = self._table.find(child.parent_hash) if child.parent_hash is not None else None
+        if parent is None:
+            return
+        child_count = self._child_counts.get(parent.block_hash, parent.child_count) - 1
+        self._child_counts[parent.block_hash] = child_count
+        if child_count == 0:
+            self._push(parent)
+
     def _push(self, resident: Resident) -> None:
+        if resident.is_held:
+            return
         # Of equally cold leaves the one pushed last goes first: a plan follows one chain to its head instead
         # of nibbling at many, and its runs stay long.
         self._pushes -= 1

@@ -99,16 +99,26 @@ class BlockTable:
         """Whether the daemon had this block when last heard of."""
         return self._entries[block_hash].has_lower_copy
 
+    def leaves(self) -> Iterator[Resident]:
+        """Resident blocks without a child that is loading or resident."""
+        for block_hash, entry in self._entries.items():
+            if entry.place is Place.RESIDENT and block_hash not in self._child_counts:
+                yield self._resident(block_hash, entry)
+
+    def find(self, block_hash: BlockHash) -> Resident | None:
+        """The block, if it is resident."""
+        entry = self._entries.get(block_hash)
+        if entry is None or entry.place is not Place.RESIDENT:
+            return None
+        return self._resident(block_hash, entry)
+
     def residents(self) -> Iterator[Resident]:
         for block_hash, entry in self._entries.items():
             if entry.place is Place.RESIDENT:
-                yield Resident(
-                    block_hash,
-                    entry.parent_hash,
-                    self._child_counts.get(block_hash, 0),
-                    entry.cool_until_step,
-                    entry.slot in self._reader_counts,
-                )
+                yield self._resident(block_hash, entry)
+
+    def migrating(self) -> list[BlockHash]:
+        return [block_hash for block_hash, entry in self._entries.items() if entry.place is Place.MIGRATING]
 
     # --- bytes come in
 
@@ -129,10 +139,10 @@ class BlockTable:
         return slot
 
     def finish_load(self, block_hash: BlockHash, *, has_lower_copy: bool, cool_until_step: int = 0) -> None:
-        """The bytes have landed."""
+        """The bytes have landed. A block that left for the daemon before still counts as being there, too."""
         entry = self._at(block_hash, Place.LOADING)
         entry.place = Place.RESIDENT
-        entry.has_lower_copy = has_lower_copy
+        entry.has_lower_copy |= has_lower_copy
         entry.cool_until_step = cool_until_step
 
     def abandon_load(self, block_hash: BlockHash) -> None:
@@ -230,6 +240,15 @@ class BlockTable:
         migrating = sum(entry.place is Place.MIGRATING for entry in self._entries.values())
         assert migrating == self._migrating_count, f"{self._migrating_count} migrating, really {migrating}"
         assert len(self._offloaded) <= self._offloaded_count_max, f"{len(self._offloaded)} hints"
+
+    def _resident(self, block_hash: BlockHash, entry: _Entry) -> Resident:
+        return Resident(
+            block_hash,
+            entry.parent_hash,
+            self._child_counts.get(block_hash, 0),
+            entry.cool_until_step,
+            entry.slot in self._reader_counts,
+        )
 
     def _at(self, block_hash: BlockHash, place: Place) -> _Entry:
         entry = self._entries.get(block_hash)

@@ -67,16 +67,21 @@ def ensure_default_model(report: Report) -> Path:
     return target
 
 
-def load(name_or_path: str, *, dtype: torch.dtype) -> tuple[Any, Any]:
-    """A model ready for inference and its tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def load(name_or_path: str, *, dtype: torch.dtype) -> Any:
+    """A model ready for inference."""
+    from transformers import AutoModelForCausalLM
+
+    _quieten()
+    model: Any = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
+    return model.eval()
+
+
+def _quieten() -> None:
     from transformers.utils import logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(name_or_path)
-    model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
-    return model.eval(), tokenizer
+    logger: Any = logging
+    logger.set_verbosity_error()
+    logger.disable_progress_bar()
 
 
 @contextmanager
@@ -95,10 +100,8 @@ def _convert(folder: Path, *, work_dir: Path, report: Report) -> None:
         ) from error
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.utils import logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    _quieten()
     report("putting the model file together")
     path = Path(package.assemble(work_dir / package.MODEL_NAME))
     report("building the tokenizer")

@@ -16,7 +16,7 @@ class _CudaEvent:
     __slots__ = ("_event",)
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event(blocking=True)
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._event.record(stream)
 
     def wait(self) -> None:
@@ -39,7 +39,7 @@ class CudaDevice:
                 "device", f"cuda:{index}", f"one of the {torch.cuda.device_count()} CUDA devices that torch sees"
             )
         self._device = torch.device("cuda", index)
-        self._stream = torch.cuda.Stream(device=self._device)
+        self._stream = torch.cuda.Stream(device=self._device)  # type: ignore[no-untyped-call]
 
     @property
     def name(self) -> str:

@@ -64,23 +64,22 @@ class BlockAssembler:
             self._finish(index, frame.block_state)
         elif frame.size_bytes != self._block_bytes:
             raise ProtocolError(f"block {index} claims {frame.size_bytes} bytes; the layout gives {self._block_bytes}")
-        elif frame.offset_bytes != self._partial_bytes or not frame.data:
+        else:
+            self._take(index, frame)
+
+    def _take(self, index: int, frame: ReadFrame) -> None:
+        start, end = self._partial_bytes, self._partial_bytes + len(frame.data)
+        if frame.offset_bytes != start or end == start or end > self._block_bytes:
             raise ProtocolError(
                 f"block {index} goes on with {len(frame.data)} bytes at offset {frame.offset_bytes}; "
-                f"{self._partial_bytes} have come"
+                f"{start} of {self._block_bytes} have come"
             )
-        elif len(frame.data) == self._block_bytes:
-            self._verify(index, frame.data)
-        else:
-            self._append(index, frame.data)
-
-    def _append(self, index: int, data: memoryview) -> None:
+        if end - start == self._block_bytes:
+            self._verify(index, frame.data)  # in place: the usual block comes in one frame
+            return
         if not self._partial:
             self._partial = memoryview(bytearray(self._block_bytes))
-        end = self._partial_bytes + len(data)
-        if end > self._block_bytes:
-            raise ProtocolError(f"block {index} has {end} bytes; the layout gives {self._block_bytes}")
-        self._partial[self._partial_bytes : end] = data
+        self._partial[start:end] = frame.data
         self._next_index, self._partial_bytes = index, end
         if end == self._block_bytes:
             self._verify(index, self._partial)

@@ -34,6 +34,11 @@ class Attachment:
         if epoch != self.epoch:
             self.epoch = None
 
+    def doubt(self, error: KvstoreError) -> None:
+        """After a lost daemon, whoever answers next may be another process, and is asked something cheap first."""
+        if isinstance(error, (UnavailableError, DeadlineExceededError)):
+            self.epoch = None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
@@ -71,9 +76,8 @@ def attached(scope: Scope, namespace: Namespace, attempt: Callable[[], Flow[_Res
     except NamespaceUnknownError:
         yield from _open_namespace(scope, namespace)
         return (yield from attempt())
-    except (UnavailableError, DeadlineExceededError):
-        # Whoever answers next may be another process, and is asked something cheap first.
-        attachment.epoch = None
+    except KvstoreError as error:
+        attachment.doubt(error)
         raise
 
 

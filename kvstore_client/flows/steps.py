@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from kvstore.frames import ReadFrame, WriteFrame
 from kvstore.messages import ReadBlocksRequest, WriteBlocksResponse
-from kvstore.wire import Method
+from kvstore.wire import READ_BLOCKS, WRITE_BLOCKS, Method
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
@@ -30,6 +30,7 @@ class Call:
 class Read:
     """`ReadBlocks`: every frame goes to `on_frame`, whose errors end the stream; the outcome is None."""
 
+    method: ClassVar[Method[ReadBlocksRequest, ReadFrame]] = READ_BLOCKS
     request: ReadBlocksRequest
     on_frame: Callable[[ReadFrame], None]
     timeout_s: float
@@ -39,6 +40,7 @@ class Read:
 class Write:
     """`WriteBlocks`: the frames are drawn as they are sent; the outcome is the response."""
 
+    method: ClassVar[Method[WriteFrame, WriteBlocksResponse]] = WRITE_BLOCKS
     frames: Iterable[WriteFrame]
     timeout_s: float
 

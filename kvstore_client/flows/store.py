@@ -141,7 +141,8 @@ def _put_batch(scope: Scope, transfer: _Transfer, *, parent_hash: BlockHash | No
         commit = m.CommitBlocksRequest(owner_id=transfer.owner_id, reservation_ids=transfer.reservation_ids)
         # The daemon verifies every byte before it answers, so this, too, takes time by the byte.
         transfer.note_committed((yield from call(wire.COMMIT_BLOCKS, commit, timeout_s=timeout_s)))
-    except KvstoreError:
+    except KvstoreError as error:
+        scope.attachment.doubt(error)
         if transfer.reservation_ids:
             abort = m.AbortReservationsRequest(owner_id=transfer.owner_id, reservation_ids=transfer.reservation_ids)
             yield from best_effort(call(wire.ABORT_RESERVATIONS, abort, timeout_s=config.control_timeout_s))

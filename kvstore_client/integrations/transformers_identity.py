@@ -203,6 +203,8 @@ def _rope_types(config: Any) -> Iterator[str]:
 def _position_settings(config: Any) -> str:
     """Rope settings as canonical JSON, with a digest of the whole config: windows and norms shape K and V too."""
     settings = {field: value for field in _ROPE_FIELDS if (value := getattr(config, field, None)) is not None}
+    if settings.get("rope_scaling") == settings.get("rope_parameters"):
+        settings.pop("rope_scaling", None)
     rest = {key: value for key, value in config.to_dict().items() if key not in _NOT_IDENTITY}
     settings["config_blake3"] = blake3(_canonical_json(rest).encode()).hexdigest()
     text = _canonical_json(settings)

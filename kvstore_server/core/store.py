@@ -46,7 +46,6 @@ class Reservation:
     """A slot on its way to becoming a block. Bytes land in order, so `landed_bytes` says all there is."""
 
     key: BlockKey
-    parent: BlockKey | None
     place: Place
     slot_bytes: int
     landed_bytes: int = 0
@@ -92,7 +91,8 @@ class StoreCore:
     """Index, space, leases, reservations and eviction of the memory tier.
 
     A block is stored, pending or absent. Stored blocks hold their place once; each lease, each reader and
-    each landing frame holds it once more. Only blocks that nobody else holds can be evicted.
+    each landing frame holds it once more. Only blocks that nobody else holds can be evicted. Pending blocks
+    have their place in the prefix tree already, so that room for a chain is not made at its own head's cost.
     """
 
     def __init__(self, *, space: SlabSpace, watermarks: Watermarks) -> None:
@@ -229,14 +229,12 @@ class StoreCore:
                 self.counters.refused_draining_count += 1
             elif is_cut:
                 state = ReserveState.ORPHAN
-            elif (place := self._take_place(namespace_id)) is None:
+            elif (reservation := self._admit(key, parent=parent)) is None:
                 state = ReserveState.FULL
                 self.counters.refused_full_count += 1
                 is_cut = True
             else:
                 state = ReserveState.RESERVED
-                slot_bytes = self.space.slot_bytes(namespace_id)
-                reservation = Reservation(key=key, parent=parent, place=place, slot_bytes=slot_bytes)
                 entry.pending[block_hash] = reservation
                 reservation_id = ReservationId(
                     self._reservations.grant(owner_id=owner_id, value=reservation, now_s=now_s, duration_s=duration_s)
@@ -245,6 +243,9 @@ class StoreCore:
             reservations.append(reservation_id)
             parent = key
         return bytes(states), reservations
+
+    def reservation(self, reservation_id: ReservationId, *, owner_id: OwnerId) -> Reservation | None:
+        return self._reservations.get(reservation_id, owner_id=owner_id)
 
     def begin_landing(
         self, reservation_id: ReservationId, *, owner_id: OwnerId, offset_bytes: int, size_bytes: int
@@ -286,7 +287,7 @@ class StoreCore:
         del entry.pending[reservation.key.block_hash]
         entry.stored[reservation.key.block_hash] = StoredBlock(reservation.place, reservation.landed_bytes)
         self._key_at[reservation.place] = reservation.key
-        self._recency.insert(reservation.key, parent=reservation.parent)
+        self._recency.touch_chain([reservation.key])
         self.counters.committed_count += 1
         self.evict_to_low_watermark()
 
@@ -316,7 +317,7 @@ class StoreCore:
         if self._entry(namespace_id).stored.get(block_hash) == block:
             self._recency.remove(BlockKey(namespace_id, block_hash))
             self._drop(BlockKey(namespace_id, block_hash))
-        self.counters.corrupt_in_memory_count += 1
+            self.counters.corrupt_in_memory_count += 1
 
     def evict_to_low_watermark(self) -> int:
         """Above the high mark, drops the coldest leaves down to the low one; returns how many blocks went."""
@@ -339,6 +340,10 @@ class StoreCore:
     def block_count(self) -> int:
         return len(self._key_at)
 
+    @property
+    def namespace_count(self) -> int:
+        return len(self._namespaces)
+
     def namespace_stats(self) -> tuple[NamespaceStats, ...]:
         return tuple(
             NamespaceStats(
@@ -360,7 +365,10 @@ class StoreCore:
             for block_hash, block in entry.stored.items()
         }
         assert {place: key for key, place in stored.items()} == self._key_at, "places and index disagree"
-        assert len(self._recency) == len(stored), f"{len(self._recency)} in recency, {len(stored)} stored"
+        pending_count = sum(len(entry.pending) for entry in self._namespaces.values())
+        assert len(self._recency) == len(stored) + pending_count, (
+            f"{len(self._recency)} in recency, {len(stored)} stored, {pending_count} pending"
+        )
         for key, place in stored.items():
             assert key in self._recency, f"{key} cannot be evicted"
             assert key.block_hash not in self._namespaces[key.namespace_id].pending, f"{key} is stored and pending"
@@ -377,6 +385,15 @@ class StoreCore:
     def _touch(self, namespace_id: NamespaceId, hashes: Sequence[BlockHash]) -> None:
         self._recency.touch_chain([BlockKey(namespace_id, block_hash) for block_hash in hashes])
 
+    def _admit(self, key: BlockKey, *, parent: BlockKey | None) -> Reservation | None:
+        """A reservation with a place, or None: everything is held."""
+        self._recency.insert(key, parent=parent)
+        place = self._take_place(key.namespace_id)
+        if place is None:
+            self._recency.remove(key)
+            return None
+        return Reservation(key=key, place=place, slot_bytes=self.space.slot_bytes(key.namespace_id))
+
     def _take_place(self, namespace_id: NamespaceId) -> Place | None:
         """A place, at the cost of colder blocks if need be; None when everything is held."""
         place = self.space.allocate(namespace_id)
@@ -391,17 +408,27 @@ class StoreCore:
         return self.space.allocate(namespace_id)
 
     def _claim_coldest_slab(self, namespace_id: NamespaceId) -> bool:
-        """Empties the slab of the coldest block of all, if that is another namespace's and nobody uses the slab.
+        """When the coldest block of all is another namespace's, empties the coldest slab that nobody uses.
 
         This is how space follows demand. Slab-mates are of about the same age, so little warm is lost.
         """
         coldest = self._recency.peek_coldest(may_evict=self._is_idle)
         if coldest is None or coldest.namespace_id == namespace_id:
             return False
-        slab: SlabId = self.space.slab_of(self._block(coldest).place)
-        places = self.space.taken_places(slab)
-        if not all(place in self._key_at and self.space.ref_count(place) == 1 for place in places):
+        is_idle_slab: dict[SlabId, bool] = {}  # slab-mates need not be looked at twice
+
+        def is_claimable(key: BlockKey) -> bool:
+            if not self._is_idle(key):
+                return False
+            slab = self.space.slab_of(self._block(key).place)
+            if slab not in is_idle_slab:
+                is_idle_slab[slab] = all(self._is_idle_at(place) for place in self.space.taken_places(slab))
+            return key.namespace_id != namespace_id and is_idle_slab[slab]
+
+        victim = self._recency.peek_coldest(may_evict=is_claimable)
+        if victim is None:
             return False
+        places = self.space.taken_places(self.space.slab_of(self._block(victim).place))
         for place in places:
             self._recency.remove(self._key_at[place])
             self._drop(self._key_at[place])
@@ -423,7 +450,12 @@ class StoreCore:
         return self._namespaces[key.namespace_id].stored[key.block_hash]
 
     def _is_idle(self, key: BlockKey) -> bool:
-        return self.space.ref_count(self._block(key).place) == 1
+        block = self._namespaces[key.namespace_id].stored.get(key.block_hash)
+        return block is not None and self._is_idle_at(block.place)
+
+    def _is_idle_at(self, place: Place) -> bool:
+        """Whether a place holds a readable block that nobody uses."""
+        return place in self._key_at and self.space.ref_count(place) == 1
 
     def _drop(self, key: BlockKey) -> None:
         block = self._namespaces[key.namespace_id].stored.pop(key.block_hash)
@@ -433,4 +465,5 @@ class StoreCore:
     def _give_up(self, reservation: Reservation) -> None:
         entry = self._namespaces[reservation.key.namespace_id]
         del entry.pending[reservation.key.block_hash]
+        self._recency.remove(reservation.key)
         self.space.release(reservation.place)

@@ -77,7 +77,7 @@ SPECS: tuple[MetricSpec, ...] = (
         name="kvstore_store_namespaces",
         kind=GaugeMetricFamily,
         help="Namespaces opened since the start.",
-        samples=_one(lambda core: len(core.namespace_stats())),
+        samples=_one(lambda core: core.namespace_count),
     ),
     MetricSpec(
         name="kvstore_store_lookup_blocks_total",

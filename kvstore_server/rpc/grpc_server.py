@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvstore import wire
 from kvstore.errors import REASON_METADATA_KEY, DeadlineExceededError, InternalError, KvstoreError
+from kvstore.frames import WriteFrame
 from kvstore.messages import FRAME_DATA_BYTES_MAX
 from kvstore.wire import Method
 from kvstore_server.rpc.service import StoreService
@@ -126,12 +127,19 @@ class GrpcServer:
         async def call(messages: AsyncIterator[bytes], context: Context) -> bytes:
             async def receive() -> bytes:
                 async with _bounded(self._stream_s_max):
-                    frames = (method.decode_request(message) async for message in messages)
-                    return method.encode_response(await service.write_blocks(frames))
+                    return method.encode_response(await service.write_blocks(_write_frames(messages)))
 
             return await _answered(receive(), context, method, self._on_bug)
 
         return call
+
+
+async def _write_frames(messages: AsyncIterator[bytes]) -> AsyncIterator[WriteFrame]:
+    async for message in messages:
+        yield wire.WRITE_BLOCKS.decode_request(message)
+    # grpc.aio ends the messages of a cancelled call as if they were all, and cancels its task just after:
+    # mostly before the next turn of the loop.
+    await asyncio.sleep(0)
 
 
 @asynccontextmanager

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from kvstore import PROTOCOL_VERSION, __version__
 from kvstore import messages as m
-from kvstore.envelope import verify_block
+from kvstore.envelope import ENVELOPE_BYTES, Envelope, verify_block
 from kvstore.errors import CorruptBlockError, InvalidArgumentError
 from kvstore.frames import ReadFrame, WriteFrame, cut
 from kvstore.keys import HASH_BYTES, BlockHash, NamespaceId, split_hashes
@@ -198,6 +198,8 @@ class StoreService:
                 owner_id = owner_id or _owner(frame.owner_id or b"")
                 touched.add(frame.reservation_id)
                 landed_bytes += await self._land(frame, owner_id)
+            for reservation_id in touched:
+                self._refuse_cut_off(reservation_id, owner_id=owner_id)
             is_whole = True
         finally:
             if not is_whole and owner_id is not None:
@@ -247,6 +249,16 @@ class StoreService:
             except TimeoutError:
                 continue  # one last look
 
+    def _refuse_cut_off(self, reservation_id: ReservationId, *, owner_id: OwnerId | None) -> None:
+        """Raises when a stream ended within this block: a transport may end a broken stream like a finished one."""
+        reservation = self._core.reservation(reservation_id, owner_id=owner_id) if owner_id else None
+        if reservation is None or not reservation.landed_bytes:
+            return
+        if _is_cut_off(self._arena.view(reservation.place, reservation.landed_bytes)):
+            raise InvalidArgumentError.of(
+                "stream", f"at its end after {reservation.landed_bytes} bytes of a block", "whole blocks"
+            )
+
     async def _land(self, frame: WriteFrame, owner_id: OwnerId) -> int:
         size_bytes = len(frame.data)
         reservation = self._core.begin_landing(
@@ -276,10 +288,10 @@ class StoreService:
         ]
         landed = [hold for hold, verdict in zip(reservations, verdicts, strict=True) if hold and not verdict]
         checks = [self._check(hold.key, StoredBlock(hold.place, hold.landed_bytes)) for hold in landed]
-        sound = iter(await self._in_thread(lambda: [check() for check in checks]) if checks else [])
+        checked = iter(await self._in_thread(lambda: [check() for check in checks]) if checks else [])
         states: list[CommitState] = []
         for reservation, verdict in zip(reservations, verdicts, strict=True):
-            state = verdict or (CommitState.COMMITTED if next(sound) else CommitState.CORRUPT)
+            state = verdict or next(checked)
             if reservation is not None:
                 self._core.end_commit(reservation, state=state)
             states.append(state)
@@ -296,17 +308,18 @@ class StoreService:
         if block is None:
             return BlockState.MISS
         try:
-            if await self._in_thread(self._check(BlockKey(namespace_id, block_hash), block)):
+            check = self._check(BlockKey(namespace_id, block_hash), block)
+            if await self._in_thread(check) is CommitState.COMMITTED:
                 return BlockState.HIT
             self._core.quarantine(namespace_id, block_hash, block)
             return BlockState.CORRUPT
         finally:
             self._core.end_read(block, sent_bytes=0)
 
-    def _check(self, key: BlockKey, block: StoredBlock) -> Callable[[], bool]:
+    def _check(self, key: BlockKey, block: StoredBlock) -> Callable[[], CommitState]:
         """A test of the bytes at a retained place, to be run in a thread."""
         return partial(
-            _is_sound,
+            _verdict,
             self._arena.view(block.place, block.size_bytes),
             key,
             payload_bytes=self._core.payload_bytes(key.namespace_id),
@@ -327,12 +340,24 @@ class StoreService:
         self._settled = asyncio.Event()
 
 
-def _is_sound(block: memoryview, key: BlockKey, *, payload_bytes: int) -> bool:
+def _verdict(block: memoryview, key: BlockKey, *, payload_bytes: int) -> CommitState:
+    """COMMITTED when these bytes are the block, no byte more; INCOMPLETE when its end is missing; else CORRUPT."""
     try:
-        verify_block(block, namespace_id=key.namespace_id, block_hash=key.block_hash, payload_bytes=payload_bytes)
+        payload = verify_block(
+            block, namespace_id=key.namespace_id, block_hash=key.block_hash, payload_bytes=payload_bytes
+        )
+    except CorruptBlockError:
+        return CommitState.INCOMPLETE if _is_cut_off(block) else CommitState.CORRUPT
+    return CommitState.COMMITTED if len(block) == ENVELOPE_BYTES + len(payload) else CommitState.CORRUPT
+
+
+def _is_cut_off(block: memoryview) -> bool:
+    if len(block) < ENVELOPE_BYTES:
+        return True
+    try:
+        return len(block) < ENVELOPE_BYTES + Envelope.decode(block).payload_bytes
     except CorruptBlockError:
         return False
-    return True
 
 
 def _hashes(packed: bytes) -> list[BlockHash]:

@@ -11,7 +11,7 @@ import array
 import struct
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NewType, SupportsBytes, cast
+from typing import Any, NewType, Protocol, cast
 
 from blake3 import blake3
 
@@ -29,13 +29,19 @@ TOKENS_PER_BLOCK_MAX = 1 << 20
 _CHAIN_DOMAIN = b"kvstore block chain v1"
 
 
+class SupportsArray(Protocol):
+    """A numpy array, or a tensor that numpy can take."""
+
+    def __array__(self) -> Any: ...
+
+
 def chain_root(tokens_per_block: int) -> BlockHash:
     """The parent of every first block; depends on the block size alone."""
     return BlockHash(blake3(_CHAIN_DOMAIN + struct.pack("<I", tokens_per_block)).digest())
 
 
 def hash_blocks(
-    tokens: Sequence[int] | SupportsBytes,
+    tokens: Sequence[int] | SupportsArray,
     *,
     tokens_per_block: int,
     extra_keys: Mapping[int, Sequence[bytes]] | None = None,
@@ -101,7 +107,7 @@ def _pack_extra(extra: Sequence[bytes]) -> bytes:
     return b"".join(struct.pack("<I", len(part)) + part for part in extra)
 
 
-def _pack_tokens(tokens: Sequence[int] | SupportsBytes) -> bytes:
+def _pack_tokens(tokens: Sequence[int] | SupportsArray) -> bytes:
     """Token ids as little-endian u32."""
     if hasattr(tokens, "__array__"):
         import numpy as np  # only for callers that already hold arrays or tensors
@@ -115,7 +121,7 @@ def _pack_tokens(tokens: Sequence[int] | SupportsBytes) -> bytes:
     if isinstance(tokens, (bytes, bytearray)):  # `array` would take four bytes for one id
         raise InvalidArgumentError.of("tokens", tokens, "a sequence of ids or an array, not packed bytes")
     try:
-        words = array.array("I", cast("Sequence[int]", tokens))
+        words = array.array("I", tokens)
     except (OverflowError, TypeError) as error:
         raise InvalidArgumentError.of("tokens", str(error), "ids from 0 to 4294967295") from error
     if sys.byteorder == "big":

@@ -18,7 +18,6 @@ namespace_ids = st.binary(min_size=32, max_size=32).map(NamespaceId)
 owner_ids = st.binary(min_size=16, max_size=16).map(OwnerId)
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
-seconds = st.integers(0, 600_000).map(lambda milliseconds: milliseconds / 1000)
 
 
 @st.composite

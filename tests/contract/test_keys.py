@@ -67,7 +67,7 @@ def test_lists_arrays_and_tensors_of_the_same_ids_hash_alike(tokens: list[int], 
         np.repeat(np.array(tokens, dtype=np.int32), 2)[::2],
         TensorLike(tokens),
     ):
-        assert hash_blocks(same, tokens_per_block=size) == expected  # type: ignore[arg-type]
+        assert hash_blocks(same, tokens_per_block=size) == expected
 
 
 def test_a_torch_tensor_hashes_as_its_list_does() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
@@ -47,6 +48,7 @@ class SlotAllocatorMachine(RuleBasedStateMachine):
 
 
 TestSlotAllocator = SlotAllocatorMachine.TestCase
+TestSlotAllocator.settings = settings(max_examples=50)
 
 
 def test_holding_or_giving_back_a_free_slot_is_a_bug() -> None:

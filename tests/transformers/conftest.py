@@ -61,9 +61,7 @@ class FakeStore:
             known = (namespace.id, block_hash) in self.blocks
             if not self.is_gone and not known:
                 self.blocks[namespace.id, block_hash] = bytes(view)
-            states.append(
-                PutState.DROPPED if self.is_gone else PutState.ALREADY_STORED if known else PutState.STORED
-            )
+            states.append(PutState.DROPPED if self.is_gone else PutState.ALREADY_STORED if known else PutState.STORED)
         return put_result(states, error=UnavailableError("gone") if self.is_gone else None)
 
     def forget(self, namespace: Namespace, block_hash: BlockHash) -> None:
@@ -117,6 +115,16 @@ def _gpt2(**changes: Any) -> Any:
     return transformers.GPT2LMHeadModel(config)
 
 
+def _deepseek_v3(**changes: Any) -> Any:
+    """Latent attention: one head whose K (16) and V (8) planes differ."""
+    ranks = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+    experts = {"moe_intermediate_size": 16, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
+    config = transformers.DeepseekV3Config(
+        **_common(2), **ranks, **experts, num_key_value_heads=8, num_experts_per_tok=2, **changes
+    )
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
 def _common(num_layers: int) -> dict[str, Any]:
     return {
         "vocab_size": 259,
@@ -137,6 +145,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "mistral": _mistral,
     "qwen3": _qwen,
     "gpt2": _gpt2,
+    "deepseek_v3": _deepseek_v3,
 }
 
 

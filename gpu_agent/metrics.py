@@ -1,0 +1,173 @@
+"""The agent's figures for Prometheus, read from its own counters when scraped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gpu_agent.counters import Counters
+from kvstore.messages import AgentStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSnapshot:
+    status: AgentStatus
+    counters: Counters
+    migrating_count: int = 0
+    is_migrator_alive: bool = True
+    received_corrupt_count: int = 0
+    """Blocks that engines sent to a sidecar and that did not verify."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricSpec:
+    """One time series, or one per value of `label`; docs/metrics.md is generated from `METRICS`."""
+
+    name: str
+    help: str
+    read: Callable[[AgentSnapshot], float | dict[str, float]]
+    label: str | None = None
+
+    @property
+    def is_counter(self) -> bool:
+        return self.name.endswith("_total")
+
+    def collect(self, snapshot: AgentSnapshot) -> Metric:
+        labels = [self.label] if self.label else []
+        family: CounterMetricFamily | GaugeMetricFamily
+        if self.is_counter:
+            family = CounterMetricFamily(self.name.removesuffix("_total"), self.help, labels=labels)
+        else:
+            family = GaugeMetricFamily(self.name, self.help, labels=labels)
+        value = self.read(snapshot)
+        for key, number in value.items() if isinstance(value, dict) else [(None, value)]:
+            family.add_metric([] if key is None else [key], number)
+        return family
+
+
+METRICS: tuple[MetricSpec, ...] = (
+    MetricSpec(
+        name="kvstore_agent_capacity_bytes",
+        help="Cap of the VRAM pool; used bytes never pass it.",
+        read=lambda s: s.status.capacity_bytes,
+    ),
+    MetricSpec(
+        name="kvstore_agent_used_bytes",
+        help="Bytes of slots that hold blocks or are being read.",
+        read=lambda s: s.status.used_bytes,
+    ),
+    MetricSpec(
+        name="kvstore_agent_peak_bytes",
+        help="Most bytes ever used.",
+        read=lambda s: s.status.peak_bytes,
+    ),
+    MetricSpec(
+        name="kvstore_agent_resident_blocks",
+        help="Blocks in the pool, those on their way in or out included.",
+        read=lambda s: s.status.resident_count,
+    ),
+    MetricSpec(
+        name="kvstore_agent_migrating_blocks",
+        help="Blocks that wait for migration or are under way.",
+        read=lambda s: s.migrating_count,
+    ),
+    MetricSpec(
+        name="kvstore_agent_migrator_up",
+        help="1 while the background thread lives; 0 means that nothing is offloaded any more.",
+        read=lambda s: float(s.is_migrator_alive),
+    ),
+    MetricSpec(
+        name="kvstore_agent_engine_steps_total",
+        help="Engine steps.",
+        read=lambda s: s.status.step,
+    ),
+    MetricSpec(
+        name="kvstore_agent_stored_blocks_total",
+        help="Blocks that the engine stored, by result.",
+        label="result",
+        read=lambda s: {"stored": s.counters.stored_count, "refused": s.counters.refused_count},
+    ),
+    MetricSpec(
+        name="kvstore_agent_loaded_blocks_total",
+        help="Blocks that the engine asked for, by where they were found.",
+        label="source",
+        read=lambda s: {
+            "vram": s.counters.hit_count,
+            "store": s.counters.reloaded_count,
+            "none": s.counters.missed_count,
+        },
+    ),
+    MetricSpec(
+        name="kvstore_agent_migrated_blocks_total",
+        help="Blocks that moved between VRAM and the store, by direction.",
+        label="direction",
+        read=lambda s: {"d2h": s.counters.migrated_count, "h2d": s.counters.reloaded_count},
+    ),
+    MetricSpec(
+        name="kvstore_agent_migrated_bytes_total",
+        help="Bytes that moved between VRAM and the store, by direction; blocks that the store still had move none.",
+        label="direction",
+        read=lambda s: {"d2h": s.counters.offloaded_bytes, "h2d": s.counters.loaded_bytes},
+    ),
+    MetricSpec(
+        name="kvstore_agent_migration_batches_total",
+        help="Batches offloaded.",
+        read=lambda s: s.counters.migration_batch_count,
+    ),
+    MetricSpec(
+        name="kvstore_agent_migration_refused_blocks_total",
+        help="Blocks that the store did not take.",
+        read=lambda s: s.counters.migration_refused_count,
+    ),
+    MetricSpec(
+        name="kvstore_agent_lost_blocks_total",
+        help="Blocks dropped under pressure without a known copy in the store.",
+        read=lambda s: s.counters.lost_count,
+    ),
+    MetricSpec(
+        name="kvstore_agent_corrupt_blocks_total",
+        help="Blocks that did not verify and were not taken, by the hop that was checked.",
+        label="hop",
+        read=lambda s: {"engine": s.received_corrupt_count, "store": s.counters.corrupt_count},
+    ),
+    MetricSpec(
+        name="kvstore_agent_store_errors_total",
+        help="Calls to the store that failed.",
+        read=lambda s: s.counters.daemon_error_count,
+    ),
+    MetricSpec(
+        name="kvstore_agent_stalls_total",
+        help="Calls of the engine that waited for room.",
+        read=lambda s: s.counters.stall_count,
+    ),
+    MetricSpec(
+        name="kvstore_agent_stall_seconds_total",
+        help="Time that the engine waited for room.",
+        read=lambda s: s.counters.stall_s,
+    ),
+)
+
+
+class _AgentCollector(Collector):
+    def __init__(self, snapshot: Callable[[], AgentSnapshot | None]) -> None:
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterator[Metric]:
+        snapshot = self._snapshot()
+        if snapshot is not None:
+            for spec in METRICS:
+                yield spec.collect(snapshot)
+
+
+def agent_registry(snapshot: Callable[[], AgentSnapshot | None]) -> CollectorRegistry:
+    """A registry of its own, so that an agent inside an engine leaves the engine's metrics alone.
+
+    `snapshot` is asked at every scrape; None means that there is no pool yet.
+    """
+    registry = CollectorRegistry()
+    registry.register(_AgentCollector(snapshot))
+    return registry

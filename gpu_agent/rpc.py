@@ -1,0 +1,142 @@
+"""gRPC in front of the agent service."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from gpu_agent.service import AgentService
+from kvstore import wire
+from kvstore.errors import REASON_METADATA_KEY, InternalError, KvstoreError
+from kvstore.messages import FRAME_DATA_BYTES_MAX
+from kvstore.wire import Method
+
+_log = structlog.get_logger("kvstore.agent")
+
+_WORKER_COUNT = 16
+"""Calls served at a time. Most wait for their turn at the pool, so that health and status find a worker free."""
+_STREAM_S_MAX = 120.0
+"""Longest life of a call; a peer that stalls is cut off and its worker is free again."""
+_MESSAGE_BYTES_MAX = FRAME_DATA_BYTES_MAX + (2 << 20)
+"""A frame, or a request of 65,536 hashes (2 MiB), with room for its header."""
+_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", _MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", _MESSAGE_BYTES_MAX),
+    ("grpc.so_reuseport", 0),  # a second agent on the port must fail, not share it
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+]
+
+Context = grpc.ServicerContext
+OnBug = Callable[[AssertionError], None]
+"""Called when an invariant is broken: whatever is served after that might be wrong bytes."""
+
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response")
+
+
+class AgentServer:
+    """A gRPC server with the agent, health and reflection services."""
+
+    def __init__(self, service: AgentService, *, on_bug: OnBug) -> None:
+        self._on_bug = on_bug
+        self._workers = ThreadPoolExecutor(_WORKER_COUNT, thread_name_prefix="kvstore-agent-rpc")
+        self._server = grpc.server(self._workers, options=_OPTIONS)
+        self._server.add_generic_rpc_handlers((self._handlers(service),))
+        self._health = health.HealthServicer(experimental_non_blocking=True)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (wire.AGENT_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+
+    def listen(self, address: str) -> int:
+        """Binds an address; returns the port (1 for unix sockets). Raises `OSError` when that cannot be."""
+        try:
+            return int(self._server.add_insecure_port(address))
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {address}: {error}") from error
+
+    def start(self) -> None:
+        self._server.start()
+
+    def set_serving(self, is_serving: bool) -> None:
+        """What the health service answers for the whole server and for the agent."""
+        status = health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", wire.AGENT_SERVICE):
+            self._health.set(name, status)
+
+    def stop(self, *, grace_s: float) -> None:
+        """Takes no new calls, lets running ones finish for so long, then cuts them off."""
+        self._server.stop(grace_s).wait()
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+    def _handlers(self, service: AgentService) -> grpc.GenericRpcHandler:
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            wire.GET_AGENT_STATUS.name: self._unary(wire.GET_AGENT_STATUS, service.get_status),
+            wire.OPEN_AGENT_NAMESPACE.name: self._unary(wire.OPEN_AGENT_NAMESPACE, service.open_namespace),
+            wire.TOUCH_BLOCKS.name: self._unary(wire.TOUCH_BLOCKS, service.touch_blocks),
+            wire.STORE_BLOCKS.name: self._receiving(wire.STORE_BLOCKS, service.store_blocks),
+            wire.LOAD_BLOCKS.name: self._sending(wire.LOAD_BLOCKS, service.load_blocks),
+        }
+        return grpc.method_handlers_generic_handler(wire.AGENT_SERVICE, handlers)
+
+    def _unary(
+        self, method: Method[_Request, _Response], handle: Callable[[_Request], _Response]
+    ) -> grpc.RpcMethodHandler[bytes, bytes]:
+        def call(data: bytes, context: Context) -> bytes:
+            with self._answering(context, method.name):
+                return method.encode_response(handle(method.decode_request(data)))
+
+        return grpc.unary_unary_rpc_method_handler(call)
+
+    def _receiving(
+        self, method: Method[_Request, _Response], handle: Callable[[Iterator[_Request]], _Response]
+    ) -> grpc.RpcMethodHandler[bytes, bytes]:
+        def call(messages: Iterator[bytes], context: Context) -> bytes:
+            with self._answering(context, method.name):
+                return method.encode_response(handle(map(method.decode_request, messages)))
+
+        return grpc.stream_unary_rpc_method_handler(call)
+
+    def _sending(
+        self, method: Method[_Request, _Response], handle: Callable[[_Request], Iterator[_Response]]
+    ) -> grpc.RpcMethodHandler[bytes, bytes]:
+        def call(data: bytes, context: Context) -> Iterator[bytes]:
+            with self._answering(context, method.name):
+                yield from map(method.encode_response, handle(method.decode_request(data)))
+
+        return grpc.unary_stream_rpc_method_handler(call)
+
+    @contextmanager
+    def _answering(self, context: Context, name: str) -> Iterator[None]:
+        """The one place where errors become status codes, where any exception is caught, and where calls end."""
+        too_old = threading.Timer(_STREAM_S_MAX, context.cancel)
+        too_old.daemon = True
+        too_old.start()
+        try:
+            yield
+        except KvstoreError as error:
+            _abort(context, error)
+        except grpc.RpcError:
+            raise  # the call is over: the peer has gone
+        except AssertionError as error:
+            _log.exception("bug", method=name)
+            self._on_bug(error)
+            _abort(context, InternalError(f"the agent met a bug in {name} and stops: {error}"))
+        except Exception as error:  # noqa: BLE001  (a bug must not take the agent's other callers down)
+            _log.exception("rpc_failed", method=name)
+            _abort(context, InternalError(f"{type(error).__name__} in {name}; see the agent's log"))
+        finally:
+            too_old.cancel()
+
+
+def _abort(context: Context, error: KvstoreError) -> None:
+    context.set_trailing_metadata(((REASON_METADATA_KEY, error.reason),))
+    context.abort(getattr(grpc.StatusCode, error.grpc_status), str(error))

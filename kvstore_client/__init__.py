@@ -1,0 +1,24 @@
+"""Client library of the KV-cache store: look prefixes up, load and store blocks.
+
+`Client()` and `AsyncClient()` find the node's daemon by themselves. Importing this package loads neither torch nor
+the daemon.
+"""
+
+from __future__ import annotations
+
+from kvstore_client.aio import AsyncClient, AsyncLease
+from kvstore_client.client import Client, Lease
+from kvstore_client.config import ClientConfig
+from kvstore_client.results import GetResult, LookupResult, PutResult, PutState
+
+__all__ = [
+    "AsyncClient",
+    "AsyncLease",
+    "Client",
+    "ClientConfig",
+    "GetResult",
+    "Lease",
+    "LookupResult",
+    "PutResult",
+    "PutState",
+]

@@ -1,0 +1,36 @@
+"""What callers may pass, checked before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore.errors import InvalidArgumentError
+from kvstore.keys import HASH_BYTES, BlockHash
+from kvstore.messages import LEASE_S_MAX, WAIT_S_MAX
+from kvstore.namespace import Namespace
+
+
+def check_blocks(namespace: Namespace, hashes: Sequence[BlockHash], *, is_distinct: bool = False) -> None:
+    if not isinstance(namespace, Namespace):
+        raise InvalidArgumentError.of("namespace", namespace, "a kvstore Namespace")
+    # Sets rather than a loop over up to a million hashes.
+    if not set(map(type, hashes)) <= {bytes} or not set(map(len, hashes)) <= {HASH_BYTES}:
+        wrong = next(item for item in hashes if type(item) is not bytes or len(item) != HASH_BYTES)
+        raise InvalidArgumentError.of("hashes", wrong, f"block hashes, each {HASH_BYTES} bytes")
+    if is_distinct and len(set(hashes)) != len(hashes):
+        raise InvalidArgumentError.of("hashes", "the same block twice", "each block once")
+
+
+def check_parent_hash(parent_hash: BlockHash | None) -> None:
+    if parent_hash is not None and (type(parent_hash) is not bytes or len(parent_hash) != HASH_BYTES):
+        raise InvalidArgumentError.of("parent_hash", parent_hash, f"{HASH_BYTES} bytes, or None for a prompt's start")
+
+
+def check_wait_s(wait_s: float) -> None:
+    if not 0.0 <= wait_s <= WAIT_S_MAX:
+        raise InvalidArgumentError.of("wait_s", wait_s, f"0 to {WAIT_S_MAX:g} seconds")
+
+
+def check_lease_s(lease_s: float) -> None:
+    if not 0.0 < lease_s <= LEASE_S_MAX:
+        raise InvalidArgumentError.of("lease_s", lease_s, f"above 0, up to {LEASE_S_MAX:g} seconds")

@@ -1,0 +1,244 @@
+"""The `kvstore` command. Subcommands are loaded when they are called, so `kvstore --help` loads none of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import click
+
+from kvstore import __version__
+from kvstore.errors import DeadlineExceededError, InvalidArgumentError, KvstoreError, UnavailableError
+from kvstore.messages import NamespaceStats, StoreStats
+from kvstore_client.client import Client
+from kvstore_client.config import ClientConfig
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+
+class _Entry(NamedTuple):
+    """Where a subcommand is, what `--help` says of it unloaded, and the extra of the package that brings it."""
+
+    target: str
+    summary: str
+    extra: str | None = None
+
+
+_COMMANDS = {
+    "serve": _Entry("kvstore_server.cli:serve", "Run the daemon on this node."),
+    "ping": _Entry("kvstore_client.cli:ping", "Check that a daemon answers, and how fast."),
+    "stats": _Entry("kvstore_client.cli:stats", "Show what a daemon holds and has done."),
+    "config": _Entry("kvstore_server.cli:config", "Show the settings that `kvstore serve` would run with."),
+    "agent": _Entry("gpu_agent.cli:agent", "Run the agent that keeps blocks in VRAM.", "agent"),
+    "demo": _Entry("gpu_agent.demo.cli:demo", "See the whole store at work on a real model.", "demo"),
+}
+
+
+class _LazyGroup(click.Group):
+    """A group whose subcommands come from a table of names."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        entry = _COMMANDS.get(cmd_name)
+        return None if entry is None else _load(cmd_name, entry)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
+            ctx.fail(f"no command {args[0]!r}; there are: {', '.join(_COMMANDS)}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.summary) for name, entry in _COMMANDS.items()])
+
+
+def _load(name: str, entry: _Entry) -> click.Command:
+    module_name, _, attribute = entry.target.partition(":")
+    try:
+        command = getattr(importlib.import_module(module_name), attribute)
+    except ModuleNotFoundError as error:
+        if entry.extra is None:
+            raise
+        raise click.ClickException(
+            f"`kvstore {name}` needs {error.name}, which is not installed. "
+            f"Install it with: pip install 'kvstore[{entry.extra}]'"
+        ) from error
+    assert isinstance(command, click.Command), f"{entry.target} is {command!r}, not a command"
+    return command
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="kvstore")
+def cli() -> None:
+    """KV-cache store for language-model serving.
+
+    Keeps the KV cache of prompts in memory, shared by all engines of a node, so that no prefix is computed twice.
+
+    \b
+    First steps:
+      kvstore serve                       run a daemon with defaults fit for this machine
+      kvstore ping                        does it answer?
+      kvstore stats                       what does it hold?
+      kvstore demo                        see it work on a small model
+
+    \b
+    Which daemon the commands talk to, first that is there:
+      --address, $KVSTORE_ADDRESS, this node's unix socket, 127.0.0.1:7450
+    """
+
+
+def _daemon_options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in (
+        click.option("--timeout", "timeout_s", default=2.0, show_default=True, metavar="SECONDS",
+                     type=click.FloatRange(min=0, min_open=True), help="Longest wait for an answer."),
+        click.option("--json", "is_json", is_flag=True, help="Print one JSON object, for scripts."),
+        click.option("--address", metavar="ADDRESS",
+                     help="The daemon: host:port or unix:/path. Found by itself when not given."),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+@cli.command()
+@_daemon_options
+def ping(address: str | None, *, is_json: bool, timeout_s: float) -> None:
+    """Check that a daemon answers, and how fast.
+
+    Exits with 0 when it does, 1 when it does not.
+
+    \b
+    Examples:
+      kvstore ping
+      kvstore ping --address 10.0.0.7:7450 --timeout 0.5
+      kvstore ping --json | jq .round_trip_s
+    """
+    with _asking(address, timeout_s=timeout_s) as client:
+        client.info()  # connects, so that the next one measures the round trip alone
+        started_s = time.perf_counter()
+        info = client.info()
+        round_trip_s = time.perf_counter() - started_s
+        used_address = client.address
+    if is_json:
+        shown = dataclasses.asdict(info) | {
+            "epoch": info.epoch.hex(),
+            "address": used_address,
+            "round_trip_s": round(round_trip_s, 6),
+        }
+        click.echo(json.dumps(shown))
+        return
+    state = "draining, takes no new blocks" if info.draining else "serving"
+    click.echo(
+        f"{used_address}: kvstore {info.version}, {state}, up {_duration(info.uptime_s)}, "
+        f"answers in {round_trip_s * 1e3:.2f} ms"
+    )
+
+
+@cli.command()
+@_daemon_options
+def stats(address: str | None, *, is_json: bool, timeout_s: float) -> None:
+    """Show what a daemon holds and has done since its start.
+
+    \b
+    Examples:
+      kvstore stats
+      kvstore stats --json | jq '.used_bytes / .capacity_bytes'
+    """
+    with _asking(address, timeout_s=timeout_s) as client:
+        found = client.stats()
+    if is_json:
+        shown = dataclasses.asdict(found)
+        for namespace in shown["namespaces"]:
+            namespace["namespace_id"] = namespace["namespace_id"].hex()
+        click.echo(json.dumps(shown))
+        return
+    click.echo("\n".join(_stats_lines(found)))
+
+
+@contextmanager
+def _asking(address: str | None, *, timeout_s: float) -> Iterator[Client]:
+    """A client whose failures say what to do about them."""
+    with Client(address, config=ClientConfig(control_timeout_s=timeout_s)) as client:
+        try:
+            yield client
+        except UnavailableError as error:
+            raise UnavailableError(
+                f"no daemon answers at {client.address} ({error}). "
+                "Start one with `kvstore serve`, or name it with --address or $KVSTORE_ADDRESS."
+            ) from error
+        except DeadlineExceededError as error:
+            raise DeadlineExceededError(
+                f"{client.address} did not answer within {timeout_s:g} s. "
+                "The daemon is hung, overloaded or far away: look at its log, or allow more with --timeout."
+            ) from error
+
+
+def _stats_lines(found: StoreStats) -> list[str]:
+    looked_up = found.hit_count + found.miss_count + found.pending_count
+    memory = f"{_size(found.used_bytes)} of {_size(found.capacity_bytes)} used, {_size(found.ready_bytes)} ready"
+    lookups = (
+        f"{looked_up:,} blocks: {found.hit_count:,} hits, {found.pending_count:,} pending, {found.miss_count:,} misses"
+    )
+    rows = [
+        ("memory", memory),
+        ("blocks", f"{found.block_count:,} stored, {found.reservation_count:,} being written"),
+        ("leases", f"{found.lease_count:,}"),
+        ("lookups", lookups),
+        ("moved", f"{_size(found.written_bytes)} in, {_size(found.read_bytes)} out"),
+        ("committed", f"{found.committed_count:,}"),
+        ("evicted", f"{found.evicted_count:,}"),
+        ("corrupt", f"{found.corrupt_count:,}"),
+        ("uptime", _duration(found.uptime_s)),
+    ]
+    rows += [("namespace", _namespace_line(namespace)) for namespace in found.namespaces]
+    return [f"{name:<10} {value}" for name, value in rows]
+
+
+def _namespace_line(namespace: NamespaceStats) -> str:
+    return (
+        f"{namespace.namespace_id.hex()[:16]} {namespace.model}: {namespace.block_count:,} blocks, "
+        f"{_size(namespace.used_bytes)}, slots of {_size(namespace.slot_bytes)}"
+    )
+
+
+def _size(size_bytes: int) -> str:
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, whole_seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    parts = [(days, "d"), (hours, "h"), (minutes, "min"), (whole_seconds, "s")]
+    shown = [f"{count} {unit}" for count, unit in parts if count]
+    return " ".join(shown[:2])
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """Runs the command line: 0 when it worked, 1 with a reason on stderr when not, 2 for wrong usage."""
+    try:
+        return cli.main(args=arguments, prog_name="kvstore")
+    except KvstoreError as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(EXIT_USAGE if isinstance(error, InvalidArgumentError) else EXIT_FAILED)
+
+
+if __name__ == "__main__":
+    main()

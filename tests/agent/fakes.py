@@ -1,0 +1,176 @@
+"""A store in a dictionary that can refuse, hang, fail, lose blocks and come back; and a namespace to fill it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvstore.errors import DeadlineExceededError, KvstoreError, UnavailableError
+from kvstore.keys import BlockHash, hash_blocks
+from kvstore.messages import BlockState
+from kvstore.namespace import Namespace
+from kvstore_client.buffers import Buffers, block_views
+from kvstore_client.results import (
+    GetResult,
+    LookupResult,
+    PutResult,
+    PutState,
+    get_result,
+    lookup_result,
+    put_result,
+)
+
+TOKENS_PER_BLOCK = 16
+
+
+def make_namespace(*, head_dim: int = 32) -> Namespace:
+    """Blocks of 16 tokens, 2 layers, 1 head, float32, K and V: 256 * head_dim bytes each."""
+    return Namespace(
+        model="tiny",
+        weights_revision="r1",
+        tokenizer="t1",
+        rope="none",
+        dtype="float32",
+        num_layers=2,
+        num_kv_heads=1,
+        head_dim=head_dim,
+        v_head_dim=head_dim,
+        tokens_per_block=TOKENS_PER_BLOCK,
+        layout="HND",
+        shard=None,
+        lora="none",
+        tenant_salt=b"",
+        k_precision="exact",
+        v_precision="exact",
+    )
+
+
+NAMESPACE = make_namespace()
+BLOCK_BYTES = NAMESPACE.block_layout.payload_bytes
+
+
+def chain(count: int, *, seed: int = 0) -> list[BlockHash]:
+    """The block hashes of a prompt of its own."""
+    tokens = np.random.default_rng(seed).integers(0, 1 << 31, size=count * TOKENS_PER_BLOCK)
+    return hash_blocks(tokens, tokens_per_block=TOKENS_PER_BLOCK)
+
+
+def content(hashes: Sequence[BlockHash], *, block_bytes: int = BLOCK_BYTES) -> Tensor:
+    """The bytes that belong to these blocks, derived from their hashes: what a right answer must equal."""
+    rows = torch.empty((len(hashes), block_bytes), dtype=torch.uint8)
+    for row, block_hash in enumerate(hashes):
+        noise = np.random.default_rng(np.frombuffer(block_hash, dtype=np.uint64)).bytes(block_bytes)
+        rows[row] = torch.from_numpy(np.frombuffer(noise, dtype=np.uint8).copy())
+    return rows
+
+
+@dataclass
+class FakeStore:
+    """What a daemon and its client are to an agent. Every field may be changed while an agent runs."""
+
+    capacity_count: int = 1 << 30
+    """Puts beyond this are dropped."""
+    error: KvstoreError | None = None
+    """Every call fails with it, at once."""
+    hang_s: float = 0.0
+    """Every call takes this long and then fails, like a hung daemon at the client's deadline; `revive` ends it."""
+    put_latency_s: float = 0.0
+    is_put_pending: bool = False
+    corrupt: set[BlockHash] = field(default_factory=set)
+    """Blocks that did not verify."""
+    on_put: Callable[[], None] = lambda: None
+    blocks: dict[BlockHash, bytes] = field(default_factory=dict)
+    parents: dict[BlockHash, BlockHash | None] = field(default_factory=dict)
+    put_calls: list[tuple[BlockHash, ...]] = field(default_factory=list)
+    get_calls: list[tuple[BlockHash, ...]] = field(default_factory=list)
+    lookup_calls: list[tuple[BlockHash, ...]] = field(default_factory=list)
+    _revived: threading.Event = field(default_factory=threading.Event)
+
+    def revive(self) -> None:
+        self.error, self.hang_s = None, 0.0
+        self._revived.set()
+
+    def lookup(self, namespace: Namespace, hashes: Sequence[BlockHash], *, wait_s: float = 0.0) -> LookupResult:
+        self.lookup_calls.append(tuple(hashes))
+        error = self._fail()
+        if error is not None:
+            return lookup_result([BlockState.MISS] * len(hashes), error=error)
+        return lookup_result([self._state(block_hash) for block_hash in hashes], error=None)
+
+    def get(self, namespace: Namespace, hashes: Sequence[BlockHash], into: Buffers) -> GetResult:
+        self.get_calls.append(tuple(hashes))
+        views = _views(namespace, hashes, into, is_writable=True)
+        error = self._fail()
+        if error is not None:
+            return get_result([BlockState.MISS] * len(hashes), error=error)
+        states = [self._state(block_hash) for block_hash in hashes]
+        for view, block_hash, state in zip(views, hashes, states, strict=True):
+            if state is BlockState.HIT:
+                view[:] = self.blocks[block_hash]
+        return get_result(states, error=None)
+
+    def put(
+        self,
+        namespace: Namespace,
+        hashes: Sequence[BlockHash],
+        blocks: Buffers,
+        *,
+        parent_hash: BlockHash | None = None,
+    ) -> PutResult:
+        assert len(set(hashes)) == len(hashes), "a put with the same block twice"
+        self.put_calls.append(tuple(hashes))
+        views = _views(namespace, hashes, blocks, is_writable=False)
+        self.on_put()
+        error = self._fail()
+        if error is not None:
+            return put_result([PutState.DROPPED] * len(hashes), error=error)
+        if self.put_latency_s:
+            self._revived.wait(self.put_latency_s)
+        states = []
+        parent = parent_hash
+        for view, block_hash in zip(views, hashes, strict=True):
+            states.append(self._put(block_hash, view, parent=parent))
+            parent = block_hash
+        return put_result(states, error=None)
+
+    def _put(self, block_hash: BlockHash, view: memoryview, *, parent: BlockHash | None) -> PutState:
+        if block_hash in self.blocks:
+            return PutState.ALREADY_STORED
+        if self.is_put_pending:
+            return PutState.PENDING
+        if len(self.blocks) >= self.capacity_count:
+            return PutState.DROPPED
+        self.blocks[block_hash] = bytes(view)
+        self.parents[block_hash] = parent
+        return PutState.STORED
+
+    def _fail(self) -> KvstoreError | None:
+        if self.hang_s:
+            self._revived.wait(self.hang_s)
+            return DeadlineExceededError("the daemon did not answer in time")
+        return self.error
+
+    def _state(self, block_hash: BlockHash) -> BlockState:
+        if block_hash in self.corrupt:
+            return BlockState.CORRUPT
+        return BlockState.HIT if block_hash in self.blocks else BlockState.MISS
+
+
+GONE = UnavailableError("connection refused")
+
+
+def _views(
+    namespace: Namespace, hashes: Sequence[BlockHash], buffers: Buffers, *, is_writable: bool
+) -> list[memoryview]:
+    return block_views(
+        buffers,
+        block_count=len(hashes),
+        block_bytes=namespace.block_layout.payload_bytes,
+        field="buffers",
+        is_writable=is_writable,
+    )

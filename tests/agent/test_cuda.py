@@ -1,0 +1,61 @@
+"""What only a GPU can show."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpu_agent.device import open_device
+from kvstore.errors import InvalidArgumentError
+from kvstore.messages import BlockState
+from tests.agent.conftest import MakeAgent
+from tests.agent.fakes import BLOCK_BYTES, chain, content
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
+
+
+def test_a_cuda_device_that_is_not_there_is_named_and_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="cuda:99"):
+        open_device("cuda:99")
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_blocks_in_vram_are_offloaded_and_come_back_bit_for_bit(make_agent: MakeAgent) -> None:
+    agent, hashes = make_agent(10, device=open_device("cuda:0")), chain(30)
+    blocks = content(hashes).to("cuda:0")
+    assert agent.store(hashes, blocks) == (True,) * 30
+    into = torch.zeros((30, BLOCK_BYTES), dtype=torch.uint8, device="cuda:0")
+    assert agent.load(hashes, into) == (BlockState.HIT,) * 30
+    assert torch.equal(into.cpu(), content(hashes))
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_copies_come_after_what_the_engine_computed_and_before_what_it_computes_next(make_agent: MakeAgent) -> None:
+    agent, hashes = make_agent(8, device=open_device("cuda:0")), chain(4)
+    right = content(hashes).to("cuda:0")
+    blocks = torch.zeros_like(right)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(50_000_000)  # the values that are to be stored are still being computed
+    blocks.copy_(right)
+    agent.store(hashes, blocks)
+    blocks.zero_()
+    into = torch.zeros_like(right)
+    agent.load(hashes, into)
+    seen = into.clone()
+    into.zero_()
+    assert torch.equal(seen, right)
+    assert not bool(into.any())
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_host_tensors_are_taken_and_filled_by_a_cuda_pool(make_agent: MakeAgent) -> None:
+    agent, hashes = make_agent(8, device=open_device("cuda:0")), chain(12)
+    blocks = content(hashes).pin_memory()
+    agent.store(hashes, blocks)
+    blocks.zero_()
+    into = torch.zeros((12, BLOCK_BYTES), dtype=torch.uint8)
+    assert agent.load(hashes, into) == (BlockState.HIT,) * 12
+    assert torch.equal(into, content(hashes))

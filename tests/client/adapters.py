@@ -1,0 +1,135 @@
+"""Both clients behind one face, so that one suite can hold them to the same contract."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from kvstore.errors import KvstoreError
+from kvstore.keys import BlockHash
+from kvstore.messages import BlockState, StoreInfo, StoreStats
+from kvstore.namespace import Namespace
+from kvstore_client import AsyncClient, AsyncLease, Client, ClientConfig, GetResult, LookupResult, PutResult
+
+
+class AnyLease(Protocol):
+    @property
+    def states(self) -> tuple[BlockState, ...]: ...
+
+    @property
+    def matched_count(self) -> int: ...
+
+    @property
+    def error(self) -> KvstoreError | None: ...
+
+    def renew(self, *, lease_s: float | None = None) -> bool: ...
+
+    def release(self) -> None: ...
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *error: Any) -> None: ...
+
+
+class AnyClient(Protocol):
+    address: str
+
+    def info(self) -> StoreInfo: ...
+
+    def stats(self) -> StoreStats: ...
+
+    def lookup(self, namespace: Namespace, hashes: Sequence[BlockHash], *, wait_s: float = 0.0) -> LookupResult: ...
+
+    def acquire(
+        self, namespace: Namespace, hashes: Sequence[BlockHash], *, lease_s: float | None = None, wait_s: float = 0.0
+    ) -> AnyLease: ...
+
+    def get(self, namespace: Namespace, hashes: Sequence[BlockHash], into: Any) -> GetResult: ...
+
+    def put(
+        self, namespace: Namespace, hashes: Sequence[BlockHash], blocks: Any, *, parent_hash: BlockHash | None = None
+    ) -> PutResult: ...
+
+    def close(self) -> None: ...
+
+
+class BlockingAsyncClient:
+    """An `AsyncClient` with an event loop of its own."""
+
+    def __init__(self, address: str | None = None, *, config: ClientConfig) -> None:
+        self._runner = asyncio.Runner()
+        self._client = AsyncClient(address, config=config)
+        self.address = self._client.address
+
+    def info(self) -> StoreInfo:
+        return self._runner.run(self._client.info())
+
+    def stats(self) -> StoreStats:
+        return self._runner.run(self._client.stats())
+
+    def lookup(self, namespace: Namespace, hashes: Sequence[BlockHash], *, wait_s: float = 0.0) -> LookupResult:
+        return self._runner.run(self._client.lookup(namespace, hashes, wait_s=wait_s))
+
+    def acquire(
+        self, namespace: Namespace, hashes: Sequence[BlockHash], *, lease_s: float | None = None, wait_s: float = 0.0
+    ) -> _BlockingLease:
+        lease = self._runner.run(self._client.acquire(namespace, hashes, lease_s=lease_s, wait_s=wait_s))
+        return _BlockingLease(lease, runner=self._runner)
+
+    def get(self, namespace: Namespace, hashes: Sequence[BlockHash], into: Any) -> GetResult:
+        return self._runner.run(self._client.get(namespace, hashes, into))
+
+    def put(
+        self, namespace: Namespace, hashes: Sequence[BlockHash], blocks: Any, *, parent_hash: BlockHash | None = None
+    ) -> PutResult:
+        return self._runner.run(self._client.put(namespace, hashes, blocks, parent_hash=parent_hash))
+
+    def close(self) -> None:
+        """Keeps the loop: a client may still be called after it was closed."""
+        self._runner.run(self._client.aclose())
+
+    def close_loop(self) -> None:
+        self._runner.close()
+
+
+class _BlockingLease:
+    def __init__(self, lease: AsyncLease, *, runner: asyncio.Runner) -> None:
+        self._lease = lease
+        self._runner = runner
+
+    @property
+    def states(self) -> tuple[BlockState, ...]:
+        return self._lease.states
+
+    @property
+    def matched_count(self) -> int:
+        return self._lease.matched_count
+
+    @property
+    def error(self) -> KvstoreError | None:
+        return self._lease.error
+
+    def renew(self, *, lease_s: float | None = None) -> bool:
+        return self._runner.run(self._lease.renew(lease_s=lease_s))
+
+    def release(self) -> None:
+        self._runner.run(self._lease.release())
+
+    def __enter__(self) -> _BlockingLease:
+        self._runner.run(_enter(self._lease))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._runner.run(_exit(self._lease))
+
+
+async def _enter(lease: AsyncLease) -> None:
+    await lease.__aenter__()
+
+
+async def _exit(lease: AsyncLease) -> None:
+    await lease.__aexit__(None, None, None)
+
+
+CLIENTS: dict[str, Callable[..., AnyClient]] = {"Client": Client, "AsyncClient": BlockingAsyncClient}

@@ -1,0 +1,135 @@
+"""The command teaches, answers scripts in JSON, and fails with one line and a meaningful code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import click
+import pytest
+
+from kvstore import __version__, wire
+from kvstore.errors import CapacityError
+from kvstore_client import cli
+from tests.client.fake_daemon import FakeDaemon
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(arguments))
+    return int(ended.value.code or 0)
+
+
+def test_help_names_every_command_without_loading_any() -> None:
+    script = (
+        "import sys; sys.argv = ['kvstore', '--help']\n"
+        "from kvstore_client.cli import main\n"
+        "try: main()\n"
+        "finally: print([name for name in sys.modules if name in ('kvstore_server', 'gpu_agent', 'torch')])"
+    )
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert shown.endswith("[]\n")
+    for name in ("serve", "ping", "stats", "config", "agent", "demo", "First steps", "KVSTORE_ADDRESS"):
+        assert name in shown
+
+
+def test_commands_show_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("ping", "stats"):
+        assert run(name, "--help") == 0
+        assert "Examples:" in capsys.readouterr().out
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert __version__ in capsys.readouterr().out
+
+
+def test_ping_says_who_answers_and_how_fast(fake: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("ping", "--address", fake.address) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"{fake.address}: kvstore fake, serving, up 1.0 s, answers in ")
+    assert run("ping", "--address", fake.address, "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["epoch"] == fake.epoch.hex()
+    assert 0 < answer["round_trip_s"] < 2
+
+
+def test_stats_come_as_lines_or_as_json(fake: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("stats", "--address", fake.address) == 0
+    assert "blocks     0 stored" in capsys.readouterr().out
+    assert run("stats", "--address", fake.address, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["block_count"] == 0
+
+
+def test_the_environment_names_the_daemon(fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE_ADDRESS", fake.address)
+    assert run("ping") == 0
+
+
+def test_no_daemon_is_exit_code_1_with_advice(fake: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.close()
+    assert run("ping", "--address", fake.address) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"Error: no daemon answers at {fake.address}")
+    assert "kvstore serve" in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_a_hung_daemon_is_exit_code_1_by_the_timeout(fake: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.hang(wire.GET_STORE_INFO)
+    assert run("ping", "--address", fake.address, "--timeout", "0.2") == 1
+    assert f"{fake.address} did not answer within 0.2 s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["ping", "--address", "nonsense"], ["pign"], ["ping", "--timeout", "0"], ["ping", "--what"]]
+)
+def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*arguments) == 2
+    assert "Error: " in capsys.readouterr().err
+
+
+def test_a_mistyped_command_is_answered_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    run("pign")
+    assert "serve, ping, stats" in capsys.readouterr().err
+
+
+def test_a_command_whose_extra_is_missing_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def import_module(_: str) -> Any:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setattr("kvstore_client.cli.importlib.import_module", import_module)
+    assert run("agent", "--help") == 1
+    message = capsys.readouterr().err
+    assert "needs torch" in message
+    assert "pip install 'kvstore[agent]'" in message
+
+
+def test_an_operating_error_of_any_command_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @click.command()
+    def fails() -> None:
+        raise CapacityError("too much")
+
+    monkeypatch.setattr(cli, "_load", lambda _name, _entry: fails)
+    assert run("serve") == 1
+    assert capsys.readouterr().err == "Error: too much\n"
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0.5, "0.5 s"), (61, "1 min 1 s"), (3600, "1 h"), (90061, "1 d 1 h")])
+def test_durations_are_readable(seconds: float, shown: str) -> None:
+    assert cli._duration(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "shown"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (1 << 30, "1.0 GiB"), (5 << 40, "5.0 TiB")],
+)
+def test_sizes_are_readable(size_bytes: int, shown: str) -> None:
+    assert cli._size(size_bytes) == shown

@@ -1,0 +1,181 @@
+"""The formats as docs/formats describes them, implemented again from those pages alone, and the golden vectors.
+
+Nothing of `kvstore` is imported here: what an engineer in another language would write must give the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from blake3 import blake3
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests" / "contract" / "golden"
+FORMATS = ROOT / "docs" / "formats"
+
+NAMESPACE_FIELDS = {
+    "model": "string",
+    "weights_revision": "string",
+    "tokenizer": "string",
+    "rope": "string",
+    "dtype": "string",
+    "num_layers": "u64",
+    "num_kv_heads": "u64",
+    "head_dim": "u64",
+    "v_head_dim": "u64",
+    "tokens_per_block": "u64",
+    "layout": "string",
+    "shard": "shard",
+    "lora": "string",
+    "tenant_salt": "bytes",
+    "k_precision": "string",
+    "v_precision": "string",
+}
+SHARD_FIELDS = ("tp_rank", "tp_size", "pp_rank", "pp_size", "dcp_rank", "dcp_size")
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
+FRAME_FIELDS = {
+    "ReadBlocksResponse": {"block_index": 1, "block_state": 2, "offset_bytes": 3, "size_bytes": 4},
+    "WriteBlocksRequest": {"reservation_id": 1, "owner_id": 2, "offset_bytes": 3},
+    "StoreBlocksRequest": {"block_hash": 1, "parent_hash": 2, "offset_bytes": 3},
+}
+
+
+def vectors(name: str, kind: str) -> list[Any]:
+    loaded: list[Any] = json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))[kind]
+    assert loaded
+    return loaded
+
+
+def encode_namespace(fields: dict[str, Any]) -> bytes:
+    assert list(fields) == list(NAMESPACE_FIELDS)
+    out = b"KVNS" + struct.pack("<H", 1)
+    for number, (name, kind) in enumerate(NAMESPACE_FIELDS.items(), start=1):
+        value = fields[name]
+        if kind == "string":
+            encoded = value.encode("utf-8")
+        elif kind == "u64":
+            encoded = struct.pack("<Q", value)
+        elif kind == "bytes":
+            encoded = bytes.fromhex(value)
+        else:
+            encoded = b"" if value is None else struct.pack("<6I", *(value[part] for part in SHARD_FIELDS))
+        out += struct.pack("<BI", number, len(encoded)) + encoded
+    return out
+
+
+def hash_chain(tokens: list[int], tokens_per_block: int, extra_keys: dict[str, list[str]]) -> tuple[bytes, list[bytes]]:
+    root = blake3(b"kvstore block chain v1" + struct.pack("<I", tokens_per_block)).digest()
+    hashes = [root]
+    for index in range(len(tokens) // tokens_per_block):
+        ids = tokens[index * tokens_per_block : (index + 1) * tokens_per_block]
+        preimage = hashes[-1] + struct.pack(f"<{len(ids)}I", *ids)
+        for key in map(bytes.fromhex, extra_keys.get(str(index), [])):
+            preimage += struct.pack("<I", len(key)) + key
+        hashes.append(blake3(preimage).digest())
+    return root, hashes[1:]
+
+
+def encode_envelope(fields: dict[str, Any], payload: bytes) -> bytes:
+    head = b"KVB1" + struct.pack("<HH", 1, 128)
+    head += bytes.fromhex(fields["namespace_id"]) + bytes.fromhex(fields["block_hash"])
+    head += struct.pack("<BBHI", fields["k_codec"], fields["v_codec"], 0, fields["tokens"])
+    head += struct.pack("<QQQ", fields["k_bytes"], fields["v_bytes"], fields["decoded_bytes"])
+    head += struct.pack("<QQ", xxhash.xxh3_64_intdigest(payload, seed=0), 0)
+    return head + struct.pack("<Q", xxhash.xxh3_64_intdigest(head, seed=0))
+
+
+def varint(value: int) -> bytes:
+    out = b""
+    while value >= 0x80:
+        out += bytes([value & 0x7F | 0x80])
+        value >>= 7
+    return out + bytes([value])
+
+
+def encode_frame(message: str, fields: dict[str, Any]) -> bytes:
+    out = b""
+    for name, number in FRAME_FIELDS[message].items():
+        value = fields[name]
+        if isinstance(value, str) and value:
+            out += varint(number << 3 | 2) + varint(len(value) // 2) + bytes.fromhex(value)
+        elif value:
+            out += varint(number << 3) + varint(value)
+    data = bytes.fromhex(fields["data"])
+    return out + (b"\x7a" + varint(len(data)) + data if data else b"")
+
+
+def describe_layout(layout: dict[str, Any]) -> dict[str, Any]:
+    element = DTYPE_BYTES[layout["dtype"]]
+    planes = []
+    offset = 0
+    for name, head_dim in (("K", layout["head_dim"]), ("V", layout["v_head_dim"])):
+        if head_dim == 0:
+            continue
+        heads, tokens = layout["num_kv_heads"], layout["tokens_per_block"]
+        middle = [heads, tokens] if layout["order"] == "HND" else [tokens, heads]
+        strides = [
+            element * middle[0] * middle[1] * head_dim,
+            element * middle[1] * head_dim,
+            element * head_dim,
+            element,
+        ]
+        shape = [layout["num_layers"], *middle, head_dim]
+        planes.append({"name": name, "offset_bytes": offset, "shape": shape, "strides_bytes": strides})
+        offset += shape[0] * strides[0]
+    return {"layout": layout, "payload_bytes": offset, "planes": planes}
+
+
+@pytest.mark.parametrize("vector", vectors("keys", "namespaces"))
+def test_namespaces(vector: dict[str, Any]) -> None:
+    canonical = encode_namespace(vector["fields"])
+    assert canonical.hex() == vector["canonical"]
+    assert blake3(canonical).hexdigest() == vector["namespace_id"]
+
+
+@pytest.mark.parametrize("vector", vectors("keys", "chains"))
+def test_chains(vector: dict[str, Any]) -> None:
+    root, hashes = hash_chain(vector["tokens"], vector["tokens_per_block"], vector["extra_keys"])
+    assert root.hex() == vector["root"]
+    assert [block.hex() for block in hashes] == vector["block_hashes"]
+
+
+@pytest.mark.parametrize("vector", vectors("keys", "engine_hashes"))
+def test_engine_hashes(vector: dict[str, Any]) -> None:
+    given = bytes.fromhex(vector["engine_hash"])
+    assert (given if len(given) == 32 else blake3(given).digest()).hex() == vector["block_hash"]
+
+
+@pytest.mark.parametrize("vector", vectors("envelope", "envelopes"))
+def test_envelopes(vector: dict[str, Any]) -> None:
+    payload = bytes.fromhex(vector["payload"])
+    assert f"{xxhash.xxh3_64_intdigest(payload):016x}" == vector["fields"]["payload_checksum"]
+    assert encode_envelope(vector["fields"], payload).hex() == vector["envelope"]
+
+
+@pytest.mark.parametrize("vector", vectors("frames", "frames"))
+def test_frames(vector: dict[str, Any]) -> None:
+    assert encode_frame(vector["message"], vector["fields"]).hex() == vector["encoded"]
+
+
+@pytest.mark.parametrize("vector", vectors("layout", "layouts"))
+def test_layouts(vector: dict[str, Any]) -> None:
+    assert describe_layout(vector["layout"]) == vector
+
+
+@pytest.mark.parametrize("name", ["envelope", "frames", "keys", "layout"])
+def test_each_page_shows_exactly_its_golden_vectors(name: str) -> None:
+    page = (FORMATS / f"{name}.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^```json\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    assert shown == [(GOLDEN / f"{name}.json").read_text(encoding="utf-8")]
+
+
+def test_the_namespace_table_of_the_page_is_the_one_implemented_here() -> None:
+    page = (FORMATS / "keys.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", page, flags=re.MULTILINE)
+    assert rows == [(str(number), name) for number, name in enumerate(NAMESPACE_FIELDS, start=1)]

@@ -1,0 +1,341 @@
+"""Where settings come from, what they may be, and what a wrong one is answered with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from kvstore.errors import InvalidArgumentError
+from kvstore_server.cli import config as config_command
+from kvstore_server.cli import serve
+from kvstore_server.config import Config, MemoryConfig, load_config, unknown_environment
+from kvstore_server.machine import memory_limit_bytes
+
+MIB = 1 << 20
+Load = Callable[..., Config]
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    for name in list(os.environ):
+        if name.upper().startswith("KVSTORE_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
+    """Loads a configuration from a file's text, environment variables and flags."""
+
+    def load(
+        text: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        flags: Mapping[str, Mapping[str, object]] | None = None,
+    ) -> Config:
+        file = None
+        if text is not None:
+            file = tmp_path / "kvstore.yaml"
+            file.write_text(text)
+        for name, value in (environment or {}).items():
+            monkeypatch.setenv(name, value)
+        return load_config(file=file, flags=flags or {})
+
+    return load
+
+
+def test_flags_win_over_environment_over_file_over_defaults(load: Load) -> None:
+    text = "memory: {capacity: 64MiB, high_watermark: 0.8, low_watermark: 0.6}\ngrpc: {port: 1}\n"
+    environment = {"KVSTORE_MEMORY__CAPACITY": "65MiB", "KVSTORE_MEMORY__HIGH_WATERMARK": "0.7"}
+    config = load(text, environment, {"memory": {"capacity": "66MiB"}})
+    assert config.memory.capacity == 66 * MIB
+    assert config.memory.high_watermark == 0.7
+    assert config.memory.low_watermark == 0.6
+    assert config.grpc.port == 1
+    assert config.metrics.port == 7451
+
+
+def test_it_needs_no_configuration(load: Load) -> None:
+    config = load()
+    assert config.memory.capacity == max(memory_limit_bytes() // 4, 64 * MIB)
+    assert (config.grpc.host, config.grpc.port) == ("127.0.0.1", 7450)
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("512MiB", 512 * MIB),
+        ("1GiB", 1 << 30),
+        ("1.5GiB", 3 << 29),
+        ("64 MiB", 64 * MIB),
+        ("64mib", 64 * MIB),
+        ("64Mi", 64 * MIB),
+        ("64MB", 64_000_000),
+        ("64M", 64_000_000),
+        ("67108864", 64 * MIB),
+        (" 64MiB ", 64 * MIB),
+        (67108864, 64 * MIB),
+    ],
+)
+def test_sizes_have_units(load: Load, text: object, size_bytes: int) -> None:
+    assert load(flags={"memory": {"capacity": text}}).memory.capacity == size_bytes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "eight", "-5GiB", "8GiBs", "1e9", "NaN", "inf", "8 G B", "GiB", "٨GiB", True, -1, float("nan"), [1]]
+)
+def test_what_is_no_size_is_refused_with_examples(load: Load, text: object) -> None:
+    with pytest.raises(InvalidArgumentError) as refused:
+        load(flags={"memory": {"capacity": text}})
+    assert str(refused.value) == f"memory.capacity is {text!r}; allowed: a size such as 512MiB, 8GiB or 1000000"
+
+
+def test_unknown_keys_of_the_file_are_named_all_at_once(load: Load) -> None:
+    with pytest.raises(InvalidArgumentError) as refused:
+        load("memory: {capacty: 1GiB}\nredis: {}\n")
+    assert "memory.capacty is not a setting" in str(refused.value)
+    assert "redis is not a setting" in str(refused.value)
+
+
+def test_an_unknown_field_of_a_section_in_the_environment_is_named(load: Load) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"memory\.capacty is not a setting"):
+        load(environment={"KVSTORE_MEMORY__CAPACTY": "1GiB"})
+
+
+def test_an_unknown_section_in_the_environment_is_listed() -> None:
+    environment = {"KVSTORE_MEMROY__CAPACITY": "1GiB", "KVSTORE_MEMORY__CAPACITY": "1GiB", "HOME": "/"}
+    assert unknown_environment(environment) == ["KVSTORE_MEMROY__CAPACITY"]
+
+
+def test_service_links_of_kubernetes_do_not_disturb(load: Load) -> None:
+    """A service named kvstore, or kvstore-grpc, puts such variables into every pod of its Kubernetes namespace."""
+    links = {
+        "KVSTORE_PORT": "tcp://10.0.0.7:7450",
+        "KVSTORE_SERVICE_HOST": "10.0.0.7",
+        "KVSTORE_SERVICE_PORT": "7450",
+        "KVSTORE_PORT_7450_TCP": "tcp://10.0.0.7:7450",
+        "KVSTORE_PORT_7450_TCP_ADDR": "10.0.0.7",
+        "KVSTORE_GRPC_PORT": "tcp://10.0.0.7:7450",
+        "KVSTORE_GRPC_SERVICE_HOST": "10.0.0.7",
+        "KVSTORE_METRICS_PORT": "tcp://10.0.0.7:7451",
+        "KVSTORE_ADDRESS": "127.0.0.1:7450",  # the client's
+    }
+    config = load(environment=links)
+    assert (config.grpc.port, config.metrics.port) == (7450, 7451)
+    assert unknown_environment(links) == []
+
+
+def test_a_whole_section_in_one_variable_that_is_no_json_says_what_to_set_instead(load: Load) -> None:
+    with pytest.raises(InvalidArgumentError, match=r'field "memory".*KVSTORE_MEMORY__CAPACITY=8GiB'):
+        load(environment={"KVSTORE_MEMORY": "8GiB"})
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "memory:\n", "memory:\n  # capacity: 8GiB\ngrpc: {}\n"])
+def test_a_file_that_says_nothing_changes_nothing(load: Load, text: str) -> None:
+    assert load(text).model_dump() == load().model_dump()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a\n", "holds no sections"),
+        ("hello\n", "holds no sections"),
+        ("a: [b\n", r"kvstore\.yaml is not YAML.*line 1"),
+        ("\0", r"kvstore\.yaml is not YAML"),
+        ("memory: 5\n", "memory is 5"),
+        ("1: 2\n", "1 is not a setting"),
+        ("!!python/object/apply:os.system ['true']\n", "is not YAML"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(load: Load, text: str, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"(?s){message}"):
+        load(text)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "absent.yaml", tmp_path):
+        with pytest.raises(InvalidArgumentError, match=f"--config is '{path}'; allowed: a readable YAML file"):
+            load_config(file=path, flags={})
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ("memory: {capacity: 512KiB}", "capacity 524288 is too small; allowed: at least 1MiB"),
+        ("memory: {capacity: 900TiB}", r"capacity 900\.0TiB is more than this machine or container may use \(.*iB\)"),
+        ("memory: {low_watermark: 0.99}", r"low_watermark 0\.99 must not be above high_watermark 0\.95"),
+        ("memory: {high_watermark: 1.1}", r"memory\.high_watermark is 1\.1"),
+        ("memory: {low_watermark: 0}", r"memory\.low_watermark is 0"),
+        ("memory: {high_watermark: .nan}", r"memory\.high_watermark is nan"),
+        ("memory: {capacity: 64MiB, slab_size: 1GiB}", "slab_size 1073741824 is out of range.*67108864"),
+        ("memory: {slab_size: 0}", "slab_size 0 is out of range"),
+        ("grpc: {port: 65536}", r"grpc\.port is 65536"),
+        ("grpc: {port: -1}", r"grpc\.port is -1"),
+        ("grpc: {host: 0.0.0.0}", r"grpc\.host is '0\.0\.0\.0'; allowed: a loopback address .*no authentication yet"),
+        ("grpc: {host: '::'}", r"grpc\.host is '::'"),
+        ("grpc: {host: example.com}", r"grpc\.host is 'example\.com'"),
+        ("metrics: {host: 192.168.0.1}", r"metrics\.host is '192\.168\.0\.1'; allowed: a loopback"),
+        ("grpc: {stream_timeout_s: 0}", r"grpc\.stream_timeout_s is 0"),
+        ("grpc: {copy_threads: 0}", r"grpc\.copy_threads is 0"),
+        ("log: {level: loud}", r"log\.level is 'loud'; allowed: .*'debug'"),
+        ("shutdown: {grace_s: -1}", r"shutdown\.grace_s is -1"),
+    ],
+)
+def test_values_out_of_range_are_refused_with_what_is_allowed(load: Load, section: str, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        load(section)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
+def test_loopback_hosts_are_allowed(load: Load, host: str) -> None:
+    assert load(f"grpc: {{host: '{host}'}}").grpc.host == host
+
+
+def test_an_empty_socket_path_means_none(load: Load) -> None:
+    assert load(flags={"grpc": {"socket_path": ""}}).grpc.socket_path is None
+    assert load(environment={"KVSTORE_GRPC__SOCKET_PATH": ""}).grpc.socket_path is None
+
+
+@pytest.mark.parametrize("capacity_bytes", [1 * MIB, 3 * MIB + 5, 64 * MIB, 1 << 30])
+def test_slabs_are_whole_pages_and_fit(capacity_bytes: int) -> None:
+    slab_bytes = MemoryConfig(capacity=capacity_bytes).slab_bytes
+    assert slab_bytes % 4096 == 0
+    assert 4096 <= slab_bytes <= capacity_bytes
+
+
+# --- `kvstore config`
+
+
+def test_the_printed_configuration_is_a_valid_one_that_means_the_same(load: Load) -> None:
+    arguments = ["--memory-capacity", "1.5GiB", "--grpc-port", "0", "--log-format", "json"]
+    printed = CliRunner().invoke(config_command, arguments)
+    assert printed.exit_code == 0, printed.output
+    again = load(printed.output)
+    assert again.memory.capacity == 3 << 29
+    assert yaml.safe_load(printed.output) == again.model_dump(mode="json")
+
+
+def test_the_printed_configuration_without_a_socket_round_trips(load: Load) -> None:
+    printed = CliRunner().invoke(config_command, ["--socket-path", ""])
+    assert load(printed.output).grpc.socket_path is None
+
+
+def test_the_configuration_can_be_had_as_json() -> None:
+    arguments = ["--memory-capacity", "64MiB"]
+    as_json = CliRunner().invoke(config_command, [*arguments, "--json"])
+    as_yaml = CliRunner().invoke(config_command, arguments)
+    assert json.loads(as_json.output) == yaml.safe_load(as_yaml.output)
+    assert json.loads(as_json.output)["memory"]["capacity"] == 64 * MIB
+
+
+def test_the_file_can_be_named_in_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "kvstore.yaml"
+    file.write_text("grpc: {port: 1234}\n")
+    printed = CliRunner().invoke(config_command, ["--json"], env={"KVSTORE_CONFIG": str(file)})
+    assert json.loads(printed.output)["grpc"]["port"] == 1234
+
+
+@pytest.mark.parametrize("command", [config_command, serve])
+def test_a_wrong_setting_is_a_usage_error_without_a_traceback(command: object) -> None:
+    result = CliRunner().invoke(command, ["--memory-capacity", "lots"])  # type: ignore[arg-type]
+    assert result.exit_code == 2
+    assert "memory.capacity is 'lots'; allowed: a size such as 512MiB" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_host_that_others_can_reach_is_refused_by_serve(tmp_path: Path) -> None:
+    file = tmp_path / "kvstore.yaml"
+    file.write_text("grpc: {host: 0.0.0.0}\n")
+    result = CliRunner().invoke(serve, ["--config", str(file)])
+    assert result.exit_code == 2
+    assert "grpc.host is '0.0.0.0'; allowed: a loopback address" in result.output
+
+
+# --- this machine's memory
+
+HUGE = 9223372036854771712  # what cgroup v1 says for "no limit"
+
+
+def tree(root: Path, files: Mapping[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "limit_bytes"),
+    [
+        pytest.param({}, None, id="no cgroups"),
+        pytest.param({"sys/fs/cgroup/memory.max": f"{64 * MIB}\n"}, 64 * MIB, id="v2 root, as in a container"),
+        pytest.param({"sys/fs/cgroup/memory.max": "max\n"}, None, id="v2 without a limit"),
+        pytest.param(
+            {
+                "proc/self/cgroup": "0::/kubepods/pod1/app\n",
+                "sys/fs/cgroup/kubepods/pod1/app/memory.max": f"{70 * MIB}\n",
+                "sys/fs/cgroup/kubepods/pod1/memory.max": f"{60 * MIB}\n",
+                "sys/fs/cgroup/kubepods/memory.max": "max\n",
+            },
+            60 * MIB,
+            id="v2 nested: the tightest ancestor counts",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/b/memory.max": "max\n",
+                "sys/fs/cgroup/a/memory.max": f"{50 * MIB}\n",
+            },
+            50 * MIB,
+            id="v2 nested: own is max, parent's is not",
+        ),
+        pytest.param(
+            {"sys/fs/cgroup/memory/memory.limit_in_bytes": f"{80 * MIB}\n"}, 80 * MIB, id="v1 root, as in a container"
+        ),
+        pytest.param({"sys/fs/cgroup/memory/memory.limit_in_bytes": f"{HUGE}\n"}, None, id="v1 without a limit"),
+        pytest.param(
+            {
+                "proc/self/cgroup": "12:cpu,cpuacct:/x\n4:memory:/docker/abc\n0::/\n",
+                "sys/fs/cgroup/memory/docker/abc/memory.limit_in_bytes": f"{40 * MIB}\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{HUGE}\n",
+            },
+            40 * MIB,
+            id="v1 nested",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "4:memory:/gone\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{90 * MIB}\n",
+            },
+            90 * MIB,
+            id="v1: own group is not mounted here",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "0::/other/memory\n",
+                "sys/fs/cgroup/mine/memory.max": f"{1 * MIB}\n",
+            },
+            None,
+            id="another group's limit does not count",
+        ),
+        pytest.param({"sys/fs/cgroup/memory.max": "garbage\n"}, None, id="nonsense"),
+    ],
+)
+def test_the_limit_is_the_tightest_of_machine_and_cgroup(
+    tmp_path: Path, files: Mapping[str, str], limit_bytes: int | None
+) -> None:
+    physical_bytes = memory_limit_bytes(tmp_path / "nowhere")
+    assert memory_limit_bytes(tree(tmp_path, files)) == (physical_bytes if limit_bytes is None else limit_bytes)
+
+
+def test_a_capacity_above_the_limit_of_the_container_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """faults.md, operations: "cgroup limit ignored"."""
+    monkeypatch.setattr("kvstore_server.config.memory_limit_bytes", lambda: 128 * MIB)
+    with pytest.raises(InvalidArgumentError, match=r"capacity 129\.0MiB is more than .* may use \(128\.0MiB\)"):
+        load_config(file=None, flags={"memory": {"capacity": "129MiB"}})
+    assert load_config(file=None, flags={}).memory.capacity == 64 * MIB

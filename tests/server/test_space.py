@@ -1,0 +1,131 @@
+"""Slabs and slots against an obvious model: a dict of byte ranges."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvstore.errors import CapacityError
+from kvstore.keys import NamespaceId
+from kvstore_server.core.space import Place, SlabId, SlabSpace
+
+PAGE = 4096
+SLAB_BYTES = 8 * PAGE
+SLAB_COUNT = 5
+NAMESPACES = {
+    NamespaceId(b"1" * 32): 100,  # one page: 8 slots a slab
+    NamespaceId(b"2" * 32): PAGE + 1,  # two pages: 4
+    NamespaceId(b"3" * 32): 3 * PAGE,  # three pages, but two slots share out the slab: four pages each
+    NamespaceId(b"8" * 32): SLAB_BYTES,  # one
+}
+SLOT_BYTES = dict(zip(NAMESPACES, (PAGE, 2 * PAGE, 4 * PAGE, 8 * PAGE), strict=True))
+namespace_ids = st.sampled_from(list(NAMESPACES))
+
+
+class SlabSpaceMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.space = SlabSpace(slab_count=SLAB_COUNT, slab_bytes=SLAB_BYTES)
+        self.waiting = [SlabId(slab) for slab in range(SLAB_COUNT)]
+        self.refs: dict[Place, int] = {}
+        self.owner: dict[Place, NamespaceId] = {}
+        for namespace_id, block_bytes in NAMESPACES.items():
+            assert self.space.open(namespace_id, block_bytes=block_bytes) == SLOT_BYTES[namespace_id]
+
+    def used_slabs(self) -> dict[SlabId, NamespaceId]:
+        return {SlabId(place // SLAB_BYTES): namespace_id for place, namespace_id in self.owner.items()}
+
+    def has_room(self, namespace_id: NamespaceId) -> bool:
+        slabs = self.used_slabs()
+        if len(slabs) < SLAB_COUNT - len(self.waiting):
+            return True
+        capacity = sum(SLAB_BYTES // SLOT_BYTES[namespace_id] for owner in slabs.values() if owner == namespace_id)
+        return list(self.owner.values()).count(namespace_id) < capacity
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def put_a_slab_into_service(self, data: st.DataObject) -> None:
+        slab = data.draw(st.sampled_from(self.waiting))
+        self.waiting.remove(slab)
+        self.space.add_slab(slab)
+
+    @rule(namespace_id=namespace_ids)
+    def allocate(self, namespace_id: NamespaceId) -> None:
+        expected = self.has_room(namespace_id)
+        place = self.space.allocate(namespace_id)
+        assert (place is not None) == expected
+        if place is None:
+            return
+        assert SlabId(place // SLAB_BYTES) not in self.waiting, "a place in a slab that is not in service"
+        slot_bytes = SLOT_BYTES[namespace_id]
+        for other, owner in self.owner.items():
+            assert place + slot_bytes <= other or other + SLOT_BYTES[owner] <= place, "places overlap"
+        assert place % PAGE == 0
+        assert place // SLAB_BYTES == (place + slot_bytes - 1) // SLAB_BYTES, "a place crosses slabs"
+        self.refs[place] = 1
+        self.owner[place] = namespace_id
+
+    @precondition(lambda self: self.refs)
+    @rule(data=st.data())
+    def retain(self, data: st.DataObject) -> None:
+        place = data.draw(st.sampled_from(sorted(self.refs)))
+        self.space.retain(place)
+        self.refs[place] += 1
+
+    @precondition(lambda self: self.refs)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        place = data.draw(st.sampled_from(sorted(self.refs)))
+        self.refs[place] -= 1
+        assert self.space.release(place) == (self.refs[place] == 0)
+        if not self.refs[place]:
+            del self.refs[place], self.owner[place]
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        self.space.check_invariants()
+        assert self.space.used_bytes == sum(SLOT_BYTES[owner] for owner in self.owner.values())
+        assert self.space.used_bytes <= self.space.ready_bytes <= self.space.capacity_bytes
+        assert self.space.ready_bytes == (SLAB_COUNT - len(self.waiting)) * SLAB_BYTES
+        for place, refs in self.refs.items():
+            assert self.space.ref_count(place) == refs
+        for slab in self.used_slabs():
+            taken = [place for place in sorted(self.owner) if place // SLAB_BYTES == slab]
+            assert sorted(self.space.taken_places(slab)) == taken
+
+    def teardown(self) -> None:
+        for place, refs in self.refs.items():
+            for _ in range(refs):
+                self.space.release(place)
+        self.space.check_invariants()
+        assert self.space.used_bytes == 0
+
+
+TestSlabSpace = SlabSpaceMachine.TestCase
+
+
+def test_a_block_larger_than_a_slab_is_refused_and_told_what_to_change() -> None:
+    space = SlabSpace(slab_count=1, slab_bytes=SLAB_BYTES)
+    with pytest.raises(CapacityError, match=r"32769 bytes.*slab of 32768.*memory\.slab_size"):
+        space.open(NamespaceId(b"1" * 32), block_bytes=SLAB_BYTES + 1)
+
+
+def test_a_slab_added_twice_is_a_bug() -> None:
+    space = SlabSpace(slab_count=1, slab_bytes=SLAB_BYTES)
+    space.add_slab(SlabId(0))
+    with pytest.raises(AssertionError, match="added twice"):
+        space.add_slab(SlabId(0))
+
+
+def test_an_emptied_slab_serves_another_slot_size() -> None:
+    space = SlabSpace(slab_count=1, slab_bytes=SLAB_BYTES)
+    space.add_slab(SlabId(0))
+    small, *_, large = NAMESPACES
+    for namespace_id in (small, large):
+        space.open(namespace_id, block_bytes=NAMESPACES[namespace_id])
+    place = space.allocate(small)
+    assert place is not None
+    assert space.allocate(large) is None
+    space.release(place)
+    assert space.allocate(large) == 0

@@ -1,0 +1,584 @@
+"""The store's rules against an obvious model: sets of blocks, and a count of who holds which place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvstore.errors import LayoutMismatchError, NamespaceUnknownError
+from kvstore.eviction import Watermarks
+from kvstore.messages import BlockState, CommitState, LeaseId, OwnerId, ReservationId, ReserveState
+from kvstore.namespace import Namespace
+from kvstore_server.core.space import Place, SlabId, SlabSpace
+from kvstore_server.core.store import Reservation, StoreCore, StoredBlock
+from tests.server.builders import (
+    ALICE,
+    BOB,
+    MIDDLE,
+    SMALL,
+    block_hash,
+    commit,
+    hashes,
+    make_core,
+    put,
+    reserve,
+    states_of,
+)
+
+SLAB_COUNT = 3
+SLAB_BYTES = 4 * 4096  # 4 small slots, or 1 of MIDDLE's three pages
+NUMBERS = range(10)
+SIZE_BYTES = 100  # of every block here: the core never looks at bytes
+
+Key = tuple[Namespace, int]
+_Result = TypeVar("_Result")
+
+owners = st.sampled_from([ALICE, BOB])
+namespaces = st.sampled_from([SMALL, MIDDLE])
+# Ascending, and parents below: a prefix tree that has no rings, as every honest caller's.
+chains = st.sets(st.sampled_from(NUMBERS), min_size=1, max_size=6).map(sorted)
+durations_s = st.integers(1, 20).map(float)
+
+
+@dataclass(kw_only=True)
+class ModelHold:
+    owner_id: OwnerId
+    deadline_s: float
+
+
+@dataclass(kw_only=True)
+class ModelLease(ModelHold):
+    places: list[Place]
+
+
+@dataclass(kw_only=True)
+class ModelReservation(ModelHold):
+    key: Key
+    parent: Key | None
+    place: Place
+    landed_bytes: int = 0
+    landings: list[tuple[Reservation, int]] = field(default_factory=list)
+
+
+class StoreCoreMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = StoreCore(
+            space=SlabSpace(slab_count=SLAB_COUNT, slab_bytes=SLAB_BYTES), watermarks=Watermarks(high=0.9, low=0.7)
+        )
+        self.waiting_slabs = list(range(SLAB_COUNT))
+        self.now_s = 0.0
+        self.stored: dict[Key, tuple[Place, Key | None]] = {}  # with the parent that was claimed
+        self.reservations: dict[ReservationId, ModelReservation] = {}
+        self.committing: list[tuple[ModelReservation, Reservation]] = []
+        self.leases: dict[LeaseId, ModelLease] = {}
+        self.readers: list[tuple[Key, StoredBlock]] = []
+        self.landings: list[tuple[ModelReservation, Reservation, int]] = []
+        self.held: Counter[Place] = Counter()
+        self.lease_ids: list[LeaseId] = [LeaseId(0)]
+        self.reservation_ids: list[ReservationId] = [ReservationId(0)]
+        self.corrupt_count = 0
+        for namespace in (SMALL, MIDDLE):
+            self.core.open_namespace(namespace, payload_bytes=namespace.block_layout.payload_bytes)
+
+    # --- helpers
+
+    def pending(self) -> dict[Key, ModelReservation]:
+        holds = [*self.reservations.values(), *(hold for hold, _ in self.committing)]
+        return {hold.key: hold for hold in holds}
+
+    def release(self, *places: Place) -> None:
+        self.held.subtract(places)
+
+    def place_of(self, key: Key) -> Place:
+        return self.stored[key][0]
+
+    def evicting(self, act: Callable[[], _Result], *, commits: Key | None = None) -> _Result:
+        """Runs what may evict, and checks that only blocks went that nobody held."""
+        before = self.core.counters.evicted_count
+        result = act()
+        gone = [
+            key
+            for key in self.stored
+            if key != commits and self.core.lookup(key[0].id, [block_hash(key[1])]).matched_count == 0
+        ]
+        assert len(gone) == self.core.counters.evicted_count - before
+        for key in gone:
+            place, _ = self.stored.pop(key)
+            assert self.held[place] == 1, f"{key[1]} was evicted while held {self.held[place] - 1} times"
+            self.release(place)
+        return result
+
+    # --- time and space
+
+    @precondition(lambda self: self.waiting_slabs)
+    @rule()
+    def put_a_slab_into_service(self) -> None:
+        self.core.space.add_slab(SlabId(self.waiting_slabs.pop()))
+
+    @rule(step_s=st.integers(0, 8))
+    def let_time_pass(self, step_s: int) -> None:
+        self.now_s += step_s
+
+    @rule()
+    def expire(self) -> None:
+        due_leases = [lease for lease, hold in self.leases.items() if hold.deadline_s <= self.now_s]
+        due = [number for number, hold in self.reservations.items() if hold.deadline_s <= self.now_s]
+        assert self.core.expire(now_s=self.now_s) == len(due)
+        for lease in due_leases:
+            self.release(*self.leases.pop(lease).places)
+        for number in due:
+            self.release(self.reservations.pop(number).place)
+
+    @rule(namespace=namespaces)
+    def open_again(self, namespace: Namespace) -> None:
+        slot_bytes = self.core.open_namespace(namespace, payload_bytes=namespace.block_layout.payload_bytes)
+        assert slot_bytes == (4096 if namespace is SMALL else SLAB_BYTES)
+
+    # --- reading
+
+    @rule(namespace=namespaces, chain=chains, owner_id=owners, duration_s=durations_s)
+    def lease_prefix(self, namespace: Namespace, chain: list[int], owner_id: OwnerId, duration_s: float) -> None:
+        matched = self.core.lookup(namespace.id, hashes(*chain)).matched_count
+        places = [self.place_of((namespace, number)) for number in chain[:matched]]
+        lease = self.core.lease(
+            namespace.id, hashes(*chain[:matched]), owner_id=owner_id, now_s=self.now_s, duration_s=duration_s
+        )
+        assert (lease is None) == (matched == 0)
+        if lease is None:
+            return
+        assert lease not in self.lease_ids
+        self.lease_ids.append(lease)
+        self.held.update(places)
+        self.leases[lease] = ModelLease(owner_id=owner_id, deadline_s=self.now_s + duration_s, places=places)
+
+    @rule(data=st.data(), owner_id=owners, duration_s=durations_s)
+    def renew_lease(self, data: st.DataObject, owner_id: OwnerId, duration_s: float) -> None:
+        lease = data.draw(st.sampled_from(self.lease_ids))
+        hold = self.leases.get(lease)
+        expected = hold is not None and hold.owner_id == owner_id and hold.deadline_s > self.now_s
+        assert self.core.renew_lease(lease, owner_id=owner_id, now_s=self.now_s, duration_s=duration_s) == expected
+        if hold is not None and expected:
+            hold.deadline_s = self.now_s + duration_s
+
+    @rule(data=st.data(), owner_id=owners)
+    def release_lease(self, data: st.DataObject, owner_id: OwnerId) -> None:
+        lease = data.draw(st.sampled_from(self.lease_ids))
+        hold = self.leases.get(lease)
+        expected = hold is not None and hold.owner_id == owner_id
+        assert self.core.release_lease(lease, owner_id=owner_id) == expected
+        if hold is not None and expected:
+            self.release(*hold.places)
+            del self.leases[lease]
+
+    @rule(namespace=namespaces, number=st.sampled_from(NUMBERS))
+    def begin_read(self, namespace: Namespace, number: int) -> None:
+        key = (namespace, number)
+        block = self.core.begin_read(namespace.id, block_hash(number))
+        assert (block is not None) == (key in self.stored)
+        if block is not None:
+            assert block == StoredBlock(self.place_of(key), SIZE_BYTES)
+            self.held[block.place] += 1
+            self.readers.append((key, block))
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data())
+    def end_read(self, data: st.DataObject) -> None:
+        _, block = self.readers.pop(data.draw(st.integers(0, len(self.readers) - 1)))
+        self.core.end_read(block, sent_bytes=SIZE_BYTES)
+        self.release(block.place)
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data())
+    def quarantine(self, data: st.DataObject) -> None:
+        key, block = data.draw(st.sampled_from(self.readers))
+        self.core.quarantine(key[0].id, block_hash(key[1]), block)
+        if key in self.stored and self.place_of(key) == block.place:
+            del self.stored[key]
+            self.release(block.place)
+            self.corrupt_count += 1
+
+    @rule(namespace=namespaces, chain=chains)
+    def touch(self, namespace: Namespace, chain: list[int]) -> None:
+        self.core.touch(namespace.id, hashes(*chain))
+
+    # --- writing
+
+    @rule(data=st.data(), namespace=namespaces, chain=chains, owner_id=owners, duration_s=durations_s)
+    def reserve(
+        self, data: st.DataObject, namespace: Namespace, chain: list[int], owner_id: OwnerId, duration_s: float
+    ) -> None:
+        parent = data.draw(st.none() | st.integers(0, chain[0] - 1)) if chain[0] else None
+        pending = self.pending()
+        states, reservation_ids = self.evicting(
+            lambda: self.core.reserve(
+                namespace.id,
+                hashes(*chain),
+                parent_hash=None if parent is None else block_hash(parent),
+                owner_id=owner_id,
+                now_s=self.now_s,
+                duration_s=duration_s,
+            )
+        )
+        is_cut = False
+        parent_key = None if parent is None else (namespace, parent)
+        for number, state, reservation_id in zip(chain, states, reservation_ids, strict=True):
+            key = (namespace, number)
+            assert (reservation_id is not None) == (state == ReserveState.RESERVED)
+            if state == ReserveState.STORED:
+                pass  # it may have been evicted after that, by a block of its own chain
+            elif key in self.stored:
+                raise AssertionError(f"{number} is stored and was answered {state}")
+            elif key in pending:
+                assert state == ReserveState.PENDING
+            elif self.core.is_draining:
+                assert state == ReserveState.DRAINING
+            elif is_cut:
+                assert state == ReserveState.ORPHAN
+            elif state == ReserveState.FULL:
+                is_cut = True
+                self.check_is_full(namespace)
+            else:
+                assert state == ReserveState.RESERVED
+                assert reservation_id is not None
+                assert reservation_id not in self.reservation_ids
+                self.reservation_ids.append(reservation_id)
+                self.admit(key, parent_key, reservation_id, owner_id, duration_s)
+            parent_key = key
+
+    def admit(
+        self,
+        key: Key,
+        parent_key: Key | None,
+        reservation_id: ReservationId,
+        owner_id: OwnerId,
+        duration_s: float,
+    ) -> None:
+        reservation = self.core._reservations.get(reservation_id, owner_id=owner_id)
+        assert reservation is not None
+        self.held[reservation.place] += 1
+        self.reservations[reservation_id] = ModelReservation(
+            owner_id=owner_id,
+            deadline_s=self.now_s + duration_s,
+            key=key,
+            parent=parent_key,
+            place=reservation.place,
+        )
+
+    def check_is_full(self, namespace: Namespace) -> None:
+        """There was no free slot, and of this namespace no leaf that nobody holds."""
+        assert self.core.space.allocate(namespace.id) is None
+        parents = {parent for _, parent in self.stored.values()}
+        parents |= {hold.parent for hold in self.pending().values()}
+        idle = [key[1] for key in self.stored if key[0] == namespace and self.held[self.place_of(key)] == 1]
+        assert all((namespace, number) in parents for number in idle), f"full, but {idle} could leave"
+
+    @rule(data=st.data(), owner_id=owners, is_in_order=st.booleans(), size_bytes=st.sampled_from([1, 60, 100, 5000]))
+    def begin_landing(self, data: st.DataObject, owner_id: OwnerId, is_in_order: bool, size_bytes: int) -> None:
+        number = data.draw(st.sampled_from(self.reservation_ids))
+        hold = self.reservations.get(number)
+        offset_bytes = (hold.landed_bytes if hold else 0) + (0 if is_in_order else data.draw(st.integers(1, 99)))
+        landing = self.core.begin_landing(number, owner_id=owner_id, offset_bytes=offset_bytes, size_bytes=size_bytes)
+        if hold is None or hold.owner_id != owner_id or not is_in_order:
+            assert landing is None
+            return
+        slot_bytes = self.core.space.slot_bytes(hold.key[0].id)
+        assert (landing is not None) == (offset_bytes + size_bytes <= slot_bytes)
+        if landing is not None:
+            hold.landed_bytes += size_bytes
+            self.held[hold.place] += 1
+            self.landings.append((hold, landing, size_bytes))
+
+    @precondition(lambda self: self.landings)
+    @rule(data=st.data())
+    def end_landing(self, data: st.DataObject) -> None:
+        hold, landing, size_bytes = self.landings.pop(data.draw(st.integers(0, len(self.landings) - 1)))
+        self.core.end_landing(landing, size_bytes=size_bytes)
+        self.release(hold.place)
+
+    @rule(data=st.data(), owner_id=owners)
+    def begin_commit(self, data: st.DataObject, owner_id: OwnerId) -> None:
+        number = data.draw(st.sampled_from(self.reservation_ids))
+        hold = self.reservations.get(number)
+        reservation = self.core.begin_commit(number, owner_id=owner_id)
+        assert (reservation is not None) == (hold is not None and hold.owner_id == owner_id)
+        if hold is not None and reservation is not None:
+            del self.reservations[number]
+            self.committing.append((hold, reservation))
+
+    @precondition(lambda self: self.committing)
+    @rule(data=st.data(), state=st.sampled_from([CommitState.COMMITTED, CommitState.INCOMPLETE, CommitState.CORRUPT]))
+    def end_commit(self, data: st.DataObject, state: CommitState) -> None:
+        hold, reservation = self.committing.pop(data.draw(st.integers(0, len(self.committing) - 1)))
+        if state is CommitState.COMMITTED:
+            reservation.landed_bytes = SIZE_BYTES  # so that every reader can tell what it should see
+            self.stored[hold.key] = (hold.place, hold.parent)
+            self.evicting(lambda: self.core.end_commit(reservation, state=state))
+        else:
+            self.core.end_commit(reservation, state=state)
+            self.release(hold.place)
+
+    @rule(data=st.data(), owner_id=owners)
+    def abort(self, data: st.DataObject, owner_id: OwnerId) -> None:
+        number = data.draw(st.sampled_from(self.reservation_ids))
+        hold = self.reservations.get(number)
+        expected = hold is not None and hold.owner_id == owner_id
+        assert self.core.abort(number, owner_id=owner_id) == expected
+        if hold is not None and expected:
+            self.release(self.reservations.pop(number).place)
+
+    @rule()
+    def evict(self) -> None:
+        self.evicting(self.core.evict_to_low_watermark)
+
+    @rule(is_draining=st.booleans())
+    def drain(self, is_draining: bool) -> None:
+        self.core.is_draining = is_draining
+
+    # --- what always holds
+
+    @invariant()
+    def lookups_agree_with_the_model(self) -> None:
+        pending = self.pending()
+        for namespace in (SMALL, MIDDLE):
+            expected = [
+                BlockState.HIT
+                if (namespace, number) in self.stored
+                else BlockState.PENDING
+                if (namespace, number) in pending
+                else BlockState.MISS
+                for number in NUMBERS
+            ]
+            assert states_of(self.core, *NUMBERS, namespace=namespace) == expected
+
+    @invariant()
+    def every_place_is_held_as_often_as_the_model_says(self) -> None:
+        self.core.check_invariants()
+        self.held = +self.held
+        used_bytes = 0
+        for slab in range(SLAB_COUNT):
+            if SlabId(slab) in self.core.space._shelf_of_slab:
+                slot_bytes = self.core.space._shelf_of_slab[SlabId(slab)].slot_bytes
+                for place in self.core.space.taken_places(SlabId(slab)):
+                    assert self.core.space.ref_count(place) == self.held[place]
+                    used_bytes += slot_bytes
+        assert used_bytes == self.core.space.used_bytes <= self.core.space.capacity_bytes
+        assert sum(self.held.values()) == sum(
+            self.core.space.ref_count(place)
+            for slab in self.core.space._shelf_of_slab
+            for place in self.core.space.taken_places(slab)
+        )
+
+    @invariant()
+    def figures_agree_with_the_model(self) -> None:
+        assert self.core.lease_count == len(self.leases)
+        assert self.core.reservation_count == len(self.reservations) + len(self.committing)
+        assert self.core.block_count == len(self.stored)
+        assert self.core.counters.corrupt_in_memory_count == self.corrupt_count
+
+    def teardown(self) -> None:
+        """When all holds end, every block can leave and every byte is free."""
+        while self.readers:
+            self.core.end_read(self.readers.pop()[1], sent_bytes=0)
+        for _, landing, size_bytes in self.landings:
+            self.core.end_landing(landing, size_bytes=size_bytes)
+        for _, reservation in self.committing:
+            self.core.end_commit(reservation, state=CommitState.CORRUPT)
+        self.core.expire(now_s=self.now_s + 1000.0)
+        assert self.core.lease_count == self.core.reservation_count == 0
+        self.core._evict(SLAB_COUNT * SLAB_BYTES)
+        self.core.check_invariants()
+        assert self.core.block_count == 0
+        assert self.core.space.used_bytes == 0
+
+
+TestStoreCore = StoreCoreMachine.TestCase
+
+
+def test_a_block_is_readable_only_after_its_commit() -> None:
+    core = make_core()
+    _, (reservation, *_) = reserve(core, 1)
+    assert states_of(core, 1) == [BlockState.PENDING]
+    commit(core, reservation)
+    assert states_of(core, 1) == [BlockState.HIT]
+
+
+def test_a_namespace_must_be_opened_first() -> None:
+    core = make_core(namespaces=[])
+    with pytest.raises(NamespaceUnknownError, match=SMALL.id.hex()[:16]):
+        core.lookup(SMALL.id, hashes(1))
+
+
+def test_a_client_that_lays_blocks_out_differently_is_refused_with_both_sizes() -> None:
+    with pytest.raises(LayoutMismatchError, match=r"payload_bytes is 1000; namespace small gives 1024"):
+        make_core().open_namespace(SMALL, payload_bytes=1000)
+
+
+def test_only_the_missing_blocks_of_a_chain_are_reserved() -> None:
+    core = make_core()
+    put(core, 1, 2)
+    reserve(core, 3, parent=2)
+    states, reservations = reserve(core, 1, 2, 3, 4)
+    assert states == [ReserveState.STORED, ReserveState.STORED, ReserveState.PENDING, ReserveState.RESERVED]
+    assert [bool(reservation) for reservation in reservations] == [False, False, False, True]
+
+
+def test_what_follows_a_block_without_a_place_is_an_orphan() -> None:
+    core = make_core(slab_count=1)
+    states, _ = reserve(core, 1, 2, 3, 4, 5, 6)
+    assert states == [ReserveState.RESERVED] * 4 + [ReserveState.FULL, ReserveState.ORPHAN]
+    assert core.counters.refused_full_count == 1
+
+
+def test_the_coldest_leaf_makes_room_and_heads_outlive_tails() -> None:
+    core = make_core(slab_count=1)
+    put(core, 1, 2)
+    put(core, 11, 12)
+    core.touch(SMALL.id, hashes(1, 2))
+    put(core, 21)
+    assert states_of(core, 1, 2, 11, 12, 21) == [
+        BlockState.HIT,
+        BlockState.HIT,
+        BlockState.HIT,
+        BlockState.MISS,
+        BlockState.HIT,
+    ]
+
+
+def test_a_chain_longer_than_the_arena_keeps_its_head() -> None:
+    """Blocks further down the chain must not evict those before them: a chain with a hole matches less."""
+    core = make_core(high=0.9, low=0.7)  # 16 slots
+    put(core, *range(12))
+    states, reservations = reserve(core, *range(12, 24), parent=11)
+    assert states == [ReserveState.RESERVED] * 4 + [ReserveState.FULL] + [ReserveState.ORPHAN] * 7
+    for reservation in reservations[:4]:
+        commit(core, reservation)
+    assert core.lookup(SMALL.id, hashes(*range(24))).matched_count >= 11
+
+
+def test_the_parent_of_a_reservation_that_ended_can_leave_again() -> None:
+    core = make_core(slab_count=1)
+    put(core, 1)
+    _, (first, *_) = reserve(core, 2, parent=1)
+    assert first is not None
+    assert core.abort(first, owner_id=ALICE)
+    put(core, 11, 12, 13, 14)
+    assert states_of(core, 1, 11, 14) == [BlockState.MISS, BlockState.HIT, BlockState.HIT]
+
+
+def test_eviction_starts_above_the_high_mark_and_stops_at_the_low_one() -> None:
+    core = make_core(high=0.75, low=0.5)  # of 16 slots: 12 and 8
+    for number in range(12):
+        put(core, number)
+    assert core.counters.evicted_count == 0
+    put(core, 12)
+    assert core.block_count == 8
+    assert core.counters.evicted_count == 5
+
+
+def test_space_moves_to_the_namespace_that_needs_it() -> None:
+    core = make_core(slab_count=2, namespaces=[SMALL, MIDDLE])
+    put(core, *range(8))
+    put(core, 1, namespace=MIDDLE)
+    assert states_of(core, 1, namespace=MIDDLE) == [BlockState.HIT]
+    assert core.block_count == 5
+
+
+def test_one_held_block_does_not_keep_another_namespace_out() -> None:
+    """The slab of the coldest block is in use, but another slab is not."""
+    core = make_core(slab_count=2, namespaces=[SMALL, MIDDLE])
+    for number in range(8):
+        put(core, number)
+    assert core.lease(SMALL.id, hashes(1), owner_id=ALICE, now_s=0.0, duration_s=10.0)
+    put(core, 1, namespace=MIDDLE)
+    assert states_of(core, 1) == [BlockState.HIT]
+    assert states_of(core, 1, namespace=MIDDLE) == [BlockState.HIT]
+
+
+def test_a_store_whose_blocks_are_all_leased_answers_full_and_recovers_after_release() -> None:
+    """faults.md: eviction must neither take what is held nor hang; room comes back with the release."""
+    core = make_core()
+    put(core, *range(16))
+    lease = core.lease(SMALL.id, hashes(*range(16)), owner_id=ALICE, now_s=0.0, duration_s=10.0)
+    assert lease is not None
+    assert reserve(core, 21)[0] == [ReserveState.FULL]
+    assert core.release_lease(lease, owner_id=ALICE)
+    assert reserve(core, 21)[0] == [ReserveState.RESERVED]
+
+
+def test_a_quarantined_block_is_gone_at_once_but_its_readers_keep_their_slot() -> None:
+    core = make_core(slab_count=1)
+    put(core, 1)
+    block = core.begin_read(SMALL.id, block_hash(1))
+    assert block is not None
+    core.quarantine(SMALL.id, block_hash(1), block)
+    assert states_of(core, 1) == [BlockState.MISS]
+    assert core.space.used_bytes == 4096
+    core.end_read(block, sent_bytes=0)
+    assert core.space.used_bytes == 0
+
+
+def test_a_block_written_again_is_not_taken_for_the_damaged_one() -> None:
+    core = make_core()
+    put(core, 1)
+    block = core.begin_read(SMALL.id, block_hash(1))
+    assert block is not None
+    core.quarantine(SMALL.id, block_hash(1), block)
+    put(core, 1)
+    core.quarantine(SMALL.id, block_hash(1), block)
+    assert states_of(core, 1) == [BlockState.HIT]
+    assert core.counters.corrupt_in_memory_count == 1
+
+
+def test_the_slot_of_an_aborted_reservation_is_not_reused_while_bytes_still_land() -> None:
+    core = make_core(slab_count=1)
+    _, reservations = reserve(core, 1, 2, 3, 4)
+    first = reservations[0]
+    assert first is not None
+    landing = core.begin_landing(first, owner_id=ALICE, offset_bytes=0, size_bytes=100)
+    assert landing is not None
+    assert core.abort(first, owner_id=ALICE)
+    assert reserve(core, 5)[0] == [ReserveState.FULL]
+    core.end_landing(landing, size_bytes=100)
+    assert reserve(core, 5)[0] == [ReserveState.RESERVED]
+
+
+def test_a_draining_store_admits_nothing_and_still_commits_what_it_had_admitted() -> None:
+    core = make_core()
+    put(core, 1)
+    _, (reservation,) = reserve(core, 2, parent=1)
+    core.is_draining = True
+    assert reserve(core, 1, 2, 3)[0] == [ReserveState.STORED, ReserveState.PENDING, ReserveState.DRAINING]
+    commit(core, reservation)
+    assert states_of(core, 1, 2, 3) == [BlockState.HIT, BlockState.HIT, BlockState.MISS]
+
+
+def test_a_used_block_outlives_one_that_was_only_looked_up() -> None:
+    """faults.md, low hit rate: lookups of queued requests promoted blocks and evicted each other's."""
+    core = make_core(slab_count=1)
+    for number in range(4):
+        put(core, number)
+    core.touch(SMALL.id, hashes(0))
+    core.lookup(SMALL.id, hashes(1))
+    put(core, 4)
+    assert states_of(core, 0, 1) == [BlockState.HIT, BlockState.MISS]
+
+
+def test_a_block_leased_twice_stays_until_the_second_lease_ends() -> None:
+    core = make_core(slab_count=1)
+    put(core, 1)
+    leases = [core.lease(SMALL.id, hashes(1), owner_id=owner, now_s=0.0, duration_s=9.0) for owner in (ALICE, BOB)]
+    assert leases[0] is not None
+    assert leases[1] is not None
+    core.release_lease(leases[0], owner_id=ALICE)
+    assert not core.release_lease(leases[0], owner_id=ALICE)
+    assert not core.release_lease(leases[1], owner_id=ALICE)
+    assert reserve(core, 11, 12, 13, 14)[0][-1] == ReserveState.FULL
+    core.release_lease(leases[1], owner_id=BOB)
+    assert reserve(core, 14)[0] == [ReserveState.RESERVED]

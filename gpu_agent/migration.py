@@ -161,8 +161,13 @@ class Migrator:
         if not known:
             return set(), None
         result = self._store.lookup(self._namespace, known)
-        hits = zip(known, result.states, strict=True)
-        return {block_hash for block_hash, state in hits if state is BlockState.HIT}, result.error
+        states = dict(zip(known, result.states, strict=True))
+        if result.error is None:
+            with self._pool.changed:
+                for block_hash, state in states.items():
+                    if state is not BlockState.HIT:
+                        self._pool.table.forget_lower_copy(block_hash)
+        return {block_hash for block_hash, state in states.items() if state is BlockState.HIT}, result.error
 
     def _send(
         self, runs: Sequence[Run], *, unanswered: dict[BlockHash, None], keeps_resident: bool

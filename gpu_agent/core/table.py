@@ -112,6 +112,12 @@ class BlockTable:
             return None
         return self._resident(block_hash, entry)
 
+    def forget_lower_copy(self, block_hash: BlockHash) -> None:
+        """The daemon no longer has this block, which has a slot: if it is dropped now, it is lost."""
+        entry = self._entries[block_hash]
+        assert entry.slot is not None, f"{block_hash.hex()[:16]} would be nowhere"
+        entry.has_lower_copy = False
+
     def residents(self) -> Iterator[Resident]:
         for block_hash, entry in self._entries.items():
             if entry.place is Place.RESIDENT:

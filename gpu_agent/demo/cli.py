@@ -22,6 +22,12 @@ _EXPECTED_EVENTS = 19
 """Progress events of a run with a converted model; conversion has more, and the bar only waits for them."""
 
 
+_HEADINGS = (
+    *("stage", "prompt\ntokens", "tokens\nreused", "first\ntoken"),
+    *("blocks\nevicted", "blocks\nreloaded", "K/V\nerror", "output\nidentical"),
+)
+
+
 def _size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
     if value is None:
         return None
@@ -114,10 +120,13 @@ class _ProgressBar:
 
 def _print(report: Report) -> None:
     console = Console()
+    if not console.is_terminal:
+        console.width = 100
     pressure = report.pressure
     table = Table(title=f"{report.model} on {report.document}, {report.document_tokens} tokens")
-    for heading in ("stage", "prompt", "reused", "first token", "blocks out", "blocks back", "K/V error", "identical"):
-        table.add_column(heading, justify="left" if heading == "stage" else "right")
+    for heading in _HEADINGS:
+        is_name = heading == "stage"
+        table.add_column(heading, justify="left" if is_name else "right", no_wrap=is_name)
     for stage in report.stages:
         is_pressured = stage is report.pressured
         table.add_row(
@@ -125,8 +134,8 @@ def _print(report: Report) -> None:
             str(stage.prompt_tokens),
             str(stage.tokens_reused),
             f"{stage.ttft_s:.2f} s",
-            str(pressure.evicted_blocks if is_pressured else stage.stored_blocks),
-            str(pressure.reloaded_blocks if is_pressured else stage.compared_blocks),
+            str(pressure.evicted_blocks) if is_pressured else "-",
+            str(pressure.reloaded_blocks) if is_pressured else "-",
             "-" if stage.max_abs_kv_error is None else f"{stage.max_abs_kv_error:g}",
             "yes" if stage.is_identical else "NO",
         )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from kvstore_client.integrations.transformers_identity import cache_argument
+from kvstore_client.integrations.transformers_identity import cache_argument, forward_arguments
 
 
 def greedy(model: Any, logits: torch.Tensor, cache: DynamicCache, *, token_count: int) -> list[int]:
@@ -31,7 +31,9 @@ def answer_without_store(model: Any, ids: Sequence[int], *, first_chunk: int, to
 def forward(model: Any, ids: Sequence[int], cache: DynamicCache) -> torch.Tensor:
     """Logits after the last of `ids`, which are appended to `cache`."""
     inputs = torch.tensor([list(ids)], device=model.device)
+    # Gemma's logits for a whole prompt are a gigabyte and more.
+    limit = {"logits_to_keep": 1} if "logits_to_keep" in forward_arguments(model) else {}
     with torch.no_grad():
-        output = model(input_ids=inputs, use_cache=True, logits_to_keep=1, **{cache_argument(model): cache})
+        output = model(input_ids=inputs, use_cache=True, **{cache_argument(model): cache}, **limit)
     logits: torch.Tensor = output.logits[0, -1]
     return logits

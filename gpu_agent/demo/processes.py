@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 _START_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 10.0
@@ -108,10 +108,8 @@ class Worker:
 
 def _spawn(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
     tether = [sys.executable, "-m", "gpu_agent.demo.tether", str(os.getpid())]
-    process: subprocess.Popen[bytes] = subprocess.Popen(
-        [*tether, *command], **({"stdin": subprocess.DEVNULL} | options)
-    )
-    return process
+    process = subprocess.Popen([*tether, *command], **({"stdin": subprocess.DEVNULL} | options))
+    return cast("subprocess.Popen[bytes]", process)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvstore.errors import InvalidArgumentError
 
+TOKENS_PER_BLOCK = 16
 QUESTIONS = (
     "\n\nQuestion: What does this document say about copies?\nAnswer:",
     "\n\nQuestion: Who wrote it, and for whom?\nAnswer: It",

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from gpu_agent.demo.processes import DemoError, Worker, running_daemon
+from gpu_agent.demo.prompts import TOKENS_PER_BLOCK
 from gpu_agent.demo.report import Pressure, Report, Stage
 from kvstore_client.client import Client
 
-TOKENS_PER_BLOCK = 16
 _KILL_ATTEMPTS = 4
 _KILL_AT_SHARE = 0.2
 _VRAM_SHARE = 0.4

@@ -20,13 +20,12 @@ from gpu_agent.config import AgentConfig
 from gpu_agent.demo import model as models
 from gpu_agent.demo.agent_store import AgentStore
 from gpu_agent.demo.decode import answer_without_store, forward, greedy
-from gpu_agent.demo.prompts import build_prompts, find_document
+from gpu_agent.demo.prompts import TOKENS_PER_BLOCK, build_prompts, find_document
 from kvstore.namespace import Namespace
 from kvstore_client import Client
 from kvstore_client.integrations.transformers import Prefill, PrefixCache, namespace_for
 from kvstore_client.integrations.transformers_blocks import gather_blocks
 
-TOKENS_PER_BLOCK = 16
 _WARM_UP_IDS = range(100, 164)
 
 Report = Callable[[str], None]

@@ -8,7 +8,7 @@ Works with transformers 5 and models whose layers are full or sliding-window att
 
 from __future__ import annotations
 
-import inspect
+import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -23,11 +23,19 @@ from kvstore.errors import InvalidArgumentError, KvstoreError
 from kvstore.keys import BlockHash, hash_blocks
 from kvstore.messages import BlockState
 from kvstore.namespace import Namespace
-from kvstore_client.integrations.transformers_blocks import gather_blocks, scatter_blocks
-from kvstore_client.integrations.transformers_identity import cache_argument, namespace_for, probe, weights_stamp
+from kvstore_client.integrations.transformers_blocks import check_shape, gather_blocks, scatter_blocks
+from kvstore_client.integrations.transformers_identity import (
+    cache_argument,
+    forward_arguments,
+    namespace_for,
+    probe,
+    weights_stamp,
+)
 from kvstore_client.results import GetResult, LookupResult, PutResult, PutState
 
 __all__ = ["BlockStore", "Offloaded", "Prefill", "PrefixCache", "Restored", "namespace_for"]
+
+_LOG = logging.getLogger("kvstore.transformers")
 
 TokenIds = torch.Tensor | Sequence[int]
 """One prompt: a list of ids, or a tensor [tokens] or [1, tokens]."""
@@ -111,8 +119,7 @@ class PrefixCache:
         self._namespace = namespace or namespace_for(model)
         self._layout = self._namespace.block_layout
         self._shape = probe(model)
-        # Refuses a namespace made for other shapes before anything is stored under it.
-        scatter_blocks(torch.empty((0, self._layout.payload_bytes), dtype=torch.uint8), self._layout, self._shape)
+        check_shape(self._shape, self._layout)
         self._stamp = weights_stamp(model)
         self._wait_s = wait_s
         self._blocks_per_put = blocks_per_put
@@ -121,12 +128,18 @@ class PrefixCache:
         self._pending: set[Future[Offloaded]] = set()
         self._lock = threading.Lock()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvstore-offload")
+        self._last_error: type[KvstoreError] | type[None] = type(None)
         self._cache_argument = cache_argument(model)
-        self._limits_logits = "logits_to_keep" in inspect.signature(_innermost(model).forward).parameters
+        self._limits_logits = "logits_to_keep" in forward_arguments(model)
 
     @property
     def namespace(self) -> Namespace:
         return self._namespace
+
+    @property
+    def cache_argument(self) -> str:
+        """What this version of transformers calls the cache in `forward` and `generate`."""
+        return self._cache_argument
 
     def restore(self, input_ids: TokenIds) -> Restored:
         """Loads the longest stored prefix of a prompt, leaving at least its last token to compute."""
@@ -208,6 +221,8 @@ class PrefixCache:
                     buffer = buffer[: loaded.matched_count]
         except KvstoreError as failure:
             buffer, error = buffer[:0], failure
+        if hashes:
+            self._log_change(error)
         return Restored(
             cache=scatter_blocks(buffer, self._layout, self._shape),
             token_count=buffer.shape[0] * self._layout.tokens_per_block,
@@ -234,14 +249,15 @@ class PrefixCache:
             done: Future[Offloaded] = Future()
             done.set_result(Offloaded(first_block=first_block, states=(PutState.DROPPED,) * count, error=None))
             return done
+        future: Future[Offloaded] | None = None
         try:
             blocks = gather_blocks(cache, self._layout, first_block=first_block, block_count=count)
             future = self._worker.submit(self._put, hashes, blocks, first_block)
-        except BaseException:
-            self._forget(size_bytes)
-            raise
-        with self._lock:
-            self._pending.add(future)
+            with self._lock:
+                self._pending.add(future)
+        finally:
+            if future is None:
+                self._forget(size_bytes)
         future.add_done_callback(lambda done: self._forget(size_bytes, done))
         return future
 
@@ -274,7 +290,16 @@ class PrefixCache:
                 error = result.error
                 break
         states += [PutState.DROPPED] * (blocks.shape[0] - len(states))
+        self._log_change(error)
         return Offloaded(first_block=first_block, states=tuple(states), error=error)
+
+    def _log_change(self, error: KvstoreError | None) -> None:
+        """Names the reason for lost reuse in the log when it begins, and says when it is over."""
+        before, self._last_error = self._last_error, type(error)
+        if error is not None and before is not type(error):
+            _LOG.warning("prompts are computed without the store: %s: %s", error.reason, error)
+        elif error is None and before is not type(None):
+            _LOG.warning("the store answers again")
 
     def _check_unchanged(self) -> None:
         if weights_stamp(self._model) != self._stamp:
@@ -292,8 +317,3 @@ def _one_prompt(input_ids: TokenIds) -> torch.Tensor:
     if ids.dim() != 1:
         raise InvalidArgumentError.of("input_ids", f"shape {tuple(ids.shape)}", "one prompt: [tokens] or [1, tokens]")
     return ids
-
-
-def _innermost(model: Any) -> Any:
-    """The transformers model under a PEFT wrapper, whose own `forward` takes anything."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -72,7 +72,7 @@ def shape_of(cache: Any) -> CacheShape:
 def gather_blocks(cache: Any, layout: BlockLayout, *, first_block: int, block_count: int) -> torch.Tensor:
     """Blocks copied out of a cache: a CPU tensor of bytes, [block_count, payload_bytes], sharing nothing with it."""
     shape = shape_of(cache)
-    _check_shape(shape, layout)
+    check_shape(shape, layout)
     tokens = layout.tokens_per_block
     start, stop = first_block * tokens, (first_block + block_count) * tokens
     if cache.get_seq_length() < stop:
@@ -93,7 +93,7 @@ def gather_blocks(cache: Any, layout: BlockLayout, *, first_block: int, block_co
 
 def scatter_blocks(buffer: torch.Tensor, layout: BlockLayout, shape: CacheShape) -> DynamicCache:
     """A fresh cache holding the blocks of a [block_count, payload_bytes] buffer as its first tokens."""
-    _check_shape(shape, layout)
+    check_shape(shape, layout)
     cache = DynamicCache()
     block_count = buffer.shape[0]
     if block_count == 0:
@@ -130,7 +130,8 @@ def _layer_shape(layer: Any) -> tuple[int, int, int, int, torch.dtype, torch.dty
     return keys.shape[2], keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, values.dtype
 
 
-def _check_shape(shape: CacheShape, layout: BlockLayout) -> None:
+def check_shape(shape: CacheShape, layout: BlockLayout) -> None:
+    """Raises `InvalidArgumentError` when a cache's blocks are not those of the layout."""
     found = (shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.v_head_dim, shape.dtype_name)
     wanted = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.v_head_dim, layout.dtype)
     if found != wanted:

@@ -58,8 +58,8 @@ def namespace_for(
 ) -> Namespace:
     """The identity of this model's KV blocks; raises `InvalidArgumentError` for a model that has none.
 
-    Runs the model on one token to learn its shapes. Without `weights_revision` all parameters are hashed, about
-    one second per 3 GB and core; the digest is kept per model object until a parameter is seen to change.
+    Runs the model on one token to learn its shapes. Without `weights_revision` all parameters are hashed, at
+    about 2 GB/s per core; the digest is kept per model object until a parameter is seen to change.
     `tokenizer` is a tokenizer, or a name for it; without one the caller vouches for the ids.
     """
     config = _text_config(model)
@@ -107,12 +107,16 @@ def probe(model: Any) -> CacheShape:
 
 def cache_argument(model: Any) -> str:
     """What this version of transformers calls the cache in a model's `forward`."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    parameters = inspect.signature(base.forward).parameters
     for name in ("cache", "past_key_values"):
-        if name in parameters:
+        if name in forward_arguments(model):
             return name
     raise InvalidArgumentError.of("model", type(model).__name__, "a decoder whose forward takes the standard cache")
+
+
+def forward_arguments(model: Any) -> frozenset[str]:
+    """Names that the model's `forward` takes, also under a PEFT wrapper, whose own takes anything."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return frozenset(inspect.signature(base.forward).parameters)
 
 
 def weights_digest(model: nn.Module) -> str:

@@ -68,6 +68,11 @@ class SlabSpace:
             self._shelves[namespace_id] = _Shelf(slot_bytes=slot_bytes, slots_per_slab=self.slab_bytes // slot_bytes)
         return self._shelves[namespace_id].slot_bytes
 
+    def close(self, namespace_id: NamespaceId) -> None:
+        """Forgets a namespace that has no slab."""
+        shelf = self._shelves.pop(namespace_id)
+        assert not shelf.slabs, f"namespace {namespace_id.hex()[:16]} still has slabs {list(shelf.slabs)}"
+
     def allocate(self, namespace_id: NamespaceId) -> Place | None:
         """A place with one holder, or None: no free slot and no free slab."""
         shelf = self._shelves[namespace_id]
@@ -110,6 +115,10 @@ class SlabSpace:
     def ref_count(self, place: Place) -> int:
         allocator, slot = self._find(place)
         return allocator.ref_count(slot)
+
+    def has_slabs(self, namespace_id: NamespaceId) -> bool:
+        """Whether anything of a namespace is here, be it only for its last readers."""
+        return bool(self._shelves[namespace_id].slabs)
 
     def slot_bytes(self, namespace_id: NamespaceId) -> int:
         return self._shelves[namespace_id].slot_bytes

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvstore.envelope import ENVELOPE_BYTES
-from kvstore.errors import LayoutMismatchError, NamespaceUnknownError
+from kvstore.errors import CapacityError, LayoutMismatchError, NamespaceUnknownError
 from kvstore.eviction import LeafLru, Watermarks
 from kvstore.keys import BlockHash, NamespaceId
 from kvstore.messages import (
@@ -27,6 +27,13 @@ from kvstore.messages import (
 from kvstore.namespace import Namespace
 from kvstore_server.core.holds import HoldTable
 from kvstore_server.core.space import Place, SlabId, SlabSpace
+
+
+NAMESPACE_COUNT_MAX = 4096
+"""Namespaces known at once: far more than a node serves, few enough that a client cannot fill memory with names."""
+
+_REFUSAL_COUNT_MAX = 4096
+"""Held blocks that a search for a victim passes over: some 4 ms. Beyond, blocks are refused until holds end."""
 
 
 class BlockKey(NamedTuple):
@@ -101,7 +108,7 @@ class StoreCore:
         self.is_draining = False
         self._watermarks = watermarks
         self._namespaces: dict[NamespaceId, _NamespaceEntry] = {}
-        self._recency: LeafLru[BlockKey] = LeafLru()
+        self._recency: LeafLru[BlockKey] = LeafLru(refusal_count_max=_REFUSAL_COUNT_MAX)
         self._key_at: dict[Place, BlockKey] = {}
         self._leases: HoldTable[tuple[Place, ...]] = HoldTable()
         self._reservations: HoldTable[Reservation] = HoldTable()
@@ -117,6 +124,8 @@ class StoreCore:
                 f"payload_bytes is {payload_bytes}; namespace {namespace.model} gives {expected_bytes} "
                 f"({namespace.layout}, {namespace.dtype}, {namespace.tokens_per_block} tokens per block)"
             )
+        if namespace.id not in self._namespaces and len(self._namespaces) >= NAMESPACE_COUNT_MAX:
+            self._forget_an_empty_namespace()
         slot_bytes = self.space.open(namespace.id, block_bytes=ENVELOPE_BYTES + expected_bytes)
         if namespace.id not in self._namespaces:
             self._namespaces[namespace.id] = _NamespaceEntry(namespace=namespace)
@@ -381,6 +390,15 @@ class StoreCore:
         if entry is None:
             raise NamespaceUnknownError(f"namespace {namespace_id.hex()[:16]} has not been opened since the start")
         return entry
+
+    def _forget_an_empty_namespace(self) -> None:
+        """Makes room for another; clients of the forgotten one open it again by themselves."""
+        for namespace_id, entry in self._namespaces.items():
+            if not entry.stored and not entry.pending and not self.space.has_slabs(namespace_id):
+                self.space.close(namespace_id)
+                del self._namespaces[namespace_id]
+                return
+        raise CapacityError(f"{NAMESPACE_COUNT_MAX} namespaces hold blocks; allowed: no more than that at once")
 
     def _touch(self, namespace_id: NamespaceId, hashes: Sequence[BlockHash]) -> None:
         self._recency.touch_chain([BlockKey(namespace_id, block_hash) for block_hash in hashes])

@@ -183,6 +183,19 @@ def test_flush_leaves_whole_prefixes_below_and_the_pool_as_it_was(make_agent: Ma
     assert agent.status().resident_count == 20
 
 
+def test_where_a_block_finds_no_room_the_rest_of_its_chain_is_refused_too(make_agent: MakeAgent) -> None:
+    """Later blocks of a chain with a hole could not be found by a prefix, and would push out those that can."""
+    agent, read, new = make_agent(4), chain(3, seed=1), chain(4, seed=2)
+    agent.store(read, content(read))
+    with agent._pool.changed:
+        slots = [slot for slot in map(agent._pool.table.hold, read) if slot is not None]
+    assert agent.store([*read, *new][2:], content([*read, *new][2:])) == (True, True, True, False, False)
+    with agent._pool.changed:
+        for slot in slots:
+            agent._pool.table.release(slot)
+    assert agent.store(new, content(new)) == (True,) * 4
+
+
 def test_what_goes_in_and_out_must_be_blocks(make_agent: MakeAgent) -> None:
     agent, hashes = make_agent(4), chain(2)
     with pytest.raises(InvalidArgumentError, match="blocks is"):

@@ -166,6 +166,13 @@ class VramTierMachine(RuleBasedStateMachine):
         self.table.forget_offloaded(block)
         self._forget(block)
 
+    @rule(data=st.data())
+    def daemon_lost_the_lower_copy(self, data: st.DataObject) -> None:
+        if here := self._at(Place.RESIDENT) + self._at(Place.MIGRATING):
+            block = data.draw(st.sampled_from(here))
+            self.table.forget_lower_copy(block)
+            self.lower.discard(block)
+
     @rule(steps=st.integers(1, 4))
     def pass_steps(self, steps: int) -> None:
         self.step += steps

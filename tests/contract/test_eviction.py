@@ -224,3 +224,19 @@ def test_marks_at_the_capacity_let_it_fill_to_the_last_byte() -> None:
 def test_marks_that_make_no_sense_are_refused(high: float, low: float) -> None:
     with pytest.raises(InvalidArgumentError, match="watermarks"):
         Watermarks(high=high, low=low)
+
+
+def test_a_search_among_held_blocks_ends_after_its_limit_and_keeps_their_order() -> None:
+    lru: LeafLru[int] = LeafLru(refusal_count_max=3)
+    for key in range(6):
+        lru.insert(key, parent=None)
+    asked: list[int] = []
+
+    def may_evict(key: int) -> bool:
+        asked.append(key)
+        return key >= 4
+
+    assert lru.pop_coldest(goal_bytes=1, size_bytes_of=lambda _: 1, may_evict=may_evict) == []
+    assert asked == [0, 1, 2]
+    assert lru.pop_coldest(goal_bytes=1, size_bytes_of=lambda _: 1, may_evict=lambda _: True) == [0]
+    lru.check_invariants()

@@ -461,3 +461,30 @@ def test_a_broken_invariant_ends_the_daemon_with_an_error(tmp_path: Path, connec
     assert process.returncode not in (0, 2)
     assert "release of free slot 7" in said
     assert not path.exists()
+
+
+def test_a_broken_invariant_in_a_task_that_nobody_waits_for_ends_the_daemon_too(tmp_path: Path) -> None:
+    """Such as in a copy that goes on after its caller has gone."""
+
+    def fail() -> None:
+        raise AssertionError("release of free slot 9")
+
+    async def run() -> None:
+        ready = tmp_path / "ready.json"
+        config = load_config(
+            file=None,
+            flags={
+                "memory": {"capacity": "4MiB"},
+                "grpc": {"port": 0, "socket_path": ""},
+                "metrics": {"port": 0},
+            },
+        )
+        async with asyncio.timeout(LONG_S):
+            running = asyncio.create_task(Daemon(config).run(ready_file=ready))
+            while not ready.exists():  # noqa: ASYNC110  (this is how a daemon says that it serves)
+                await asyncio.sleep(0.01)
+            asyncio.get_running_loop().call_soon(fail)
+            await running
+
+    with pytest.raises(AssertionError, match="release of free slot 9"):
+        asyncio.run(run())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -90,6 +91,7 @@ class HoldTableMachine(RuleBasedStateMachine):
         assert len(self.table) == 0
 
 
+HoldTableMachine.TestCase.settings = settings(max_examples=50, deadline=None)
 TestHoldTable = HoldTableMachine.TestCase
 
 

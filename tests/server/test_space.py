@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -102,6 +103,7 @@ class SlabSpaceMachine(RuleBasedStateMachine):
         assert self.space.used_bytes == 0
 
 
+SlabSpaceMachine.TestCase.settings = settings(max_examples=50, deadline=None)
 TestSlabSpace = SlabSpaceMachine.TestCase
 
 

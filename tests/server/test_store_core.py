@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvstore.errors import LayoutMismatchError, NamespaceUnknownError
+from kvstore.errors import CapacityError, LayoutMismatchError, NamespaceUnknownError
 from kvstore.eviction import Watermarks
 from kvstore.messages import BlockState, CommitState, LeaseId, OwnerId, ReservationId, ReserveState
 from kvstore.namespace import Namespace
@@ -31,6 +32,7 @@ from tests.server.builders import (
     states_of,
 )
 
+OTHER = dataclasses.replace(SMALL, model="other")
 SLAB_COUNT = 3
 SLAB_BYTES = 4 * 4096  # 4 small slots, or 1 of MIDDLE's three pages
 NUMBERS = range(10)
@@ -582,3 +584,18 @@ def test_a_block_leased_twice_stays_until_the_second_lease_ends() -> None:
     assert reserve(core, 11, 12, 13, 14)[0][-1] == ReserveState.FULL
     core.release_lease(leases[1], owner_id=BOB)
     assert reserve(core, 14)[0] == [ReserveState.RESERVED]
+
+
+def test_a_client_cannot_fill_memory_with_names_of_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore_server.core.store.NAMESPACE_COUNT_MAX", 2)
+    core = make_core(namespaces=(SMALL, MIDDLE))
+    put(core, 1)
+    core.open_namespace(OTHER, payload_bytes=OTHER.block_layout.payload_bytes)
+    assert core.namespace_count == 2
+    with pytest.raises(NamespaceUnknownError):  # it was empty; its clients open it again by themselves
+        core.lookup(MIDDLE.id, hashes(1))
+    assert core.lookup(SMALL.id, hashes(1)).matched_count == 1
+    put(core, 2, namespace=OTHER)
+    with pytest.raises(CapacityError, match="2 namespaces hold blocks"):
+        core.open_namespace(MIDDLE, payload_bytes=MIDDLE.block_layout.payload_bytes)
+    core.check_invariants()

@@ -240,3 +240,19 @@ def test_bfloat16_blocks_come_back_bit_for_bit(
         restored = prefixes.restore(ids)
     assert restored.token_count == 5 * BLOCK
     assert_same_kv(restored.cache, kept, token_count=5 * BLOCK)
+
+
+def test_the_log_names_why_reuse_stopped_once_and_when_it_is_back(
+    llama: Any, store: Any, prompt: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = prompt(2 * BLOCK)
+    with PrefixCache(llama, store) as prefixes:
+        store.is_gone = True
+        for _ in range(3):
+            prefixes.prefill(ids).offloaded.result()
+        store.is_gone = False
+        prefixes.prefill(ids).offloaded.result()
+    assert [record.getMessage() for record in caplog.records] == [
+        "prompts are computed without the store: UNAVAILABLE: gone",
+        "the store answers again",
+    ]

@@ -29,7 +29,9 @@ class LeafLru(Generic[Key]):
     costs O(1), and old entries are put right when they surface.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, refusal_count_max: int | None = None) -> None:
+        """A search ends after so many refusals, so that a tier full of held blocks costs no more than that."""
+        self._refusal_count_max = refusal_count_max
         self._nodes: dict[Key, _Node[Key]] = {}
         # Children whose parent is not here, counted for the day it comes (back).
         self._orphan_counts: dict[Key, int] = {}
@@ -120,7 +122,7 @@ class LeafLru(Generic[Key]):
 
     def _pop_leaf(self, refused: list[Key], may_evict: Callable[[Key], bool]) -> Key | None:
         """Takes the coldest permitted leaf off the queue; what `may_evict` refuses is added to `refused`."""
-        while self._queue:
+        while self._queue and (self._refusal_count_max is None or len(refused) < self._refusal_count_max):
             stamp, push, key = heapq.heappop(self._queue)
             node = self._nodes.get(key)
             if node is None or node.queued_push != push:

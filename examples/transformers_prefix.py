@@ -1,0 +1,40 @@
+"""Reuse a prompt's prefix with Hugging Face transformers. Run `kvstore serve` first, then this twice.
+
+    pip install 'kvstore[transformers]'
+    python examples/transformers_prefix.py Qwen/Qwen3-0.6B
+
+The second run, though another process, restores the document instead of computing it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvstore_client import Client
+from kvstore_client.integrations.transformers import PrefixCache
+
+
+def main(name: str, document: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
+    prompt = f"{document.read_text()[:6000]}\n\nIn one sentence, this document says that"
+    input_ids = tokenizer(prompt, return_tensors="pt").input_ids
+
+    with Client() as client, PrefixCache(model, client) as prefixes:
+        started_s = time.perf_counter()
+        prefill = prefixes.prefill(input_ids)
+        print(f"{prefill.tokens_reused} of {input_ids.shape[1]} tokens reused, {time.perf_counter() - started_s:.2f} s")
+        # The cache goes on into `generate` as any other; it takes up at the last token.
+        ids = torch.cat([input_ids, prefill.logits.argmax(-1, keepdim=True)], dim=1)
+        output = model.generate(ids, max_new_tokens=31, **{prefixes.cache_argument: prefill.cache})
+        print(tokenizer.decode(output[0, input_ids.shape[1] :]))
+        print(f"{prefill.offloaded.result().stored_count} new blocks stored")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2] if len(sys.argv) > 2 else __file__).resolve())

@@ -1,0 +1,91 @@
+"""The ladder against a real daemon: warm in another process, and a daemon that goes away and comes back."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore_client import Client, ClientConfig
+from kvstore_client.integrations.transformers import PrefixCache
+from tests.conftest import DaemonProcess
+from tests.transformers.test_prefix_cache import assert_same_kv, compute, decode
+
+IMPATIENT = ClientConfig(
+    attach_timeout_s=2.0, control_timeout_s=2.0, breaker_cooldown_initial_s=0.01, breaker_cooldown_max_s=0.02
+)
+
+_OTHER_PROCESS = """
+import json, sys
+import torch
+from transformers import AutoModelForCausalLM
+from kvstore_client import Client
+from kvstore_client.integrations.transformers import PrefixCache
+folder, address, ids = json.load(sys.stdin)
+torch.set_num_threads(1)
+model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+with Client(address) as client, PrefixCache(model, client) as prefixes:
+    prefill = prefixes.prefill(ids)
+    print(json.dumps([prefill.tokens_reused, prefill.offloaded.result().stored_count]))
+"""
+
+
+def run_other_process(folder: Path, daemon: DaemonProcess, ids: Any) -> list[int]:
+    run = subprocess.run(
+        [sys.executable, "-c", _OTHER_PROCESS],
+        input=json.dumps([str(folder), daemon.address, ids.tolist()]),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    result: list[int] = json.loads(run.stdout)
+    return result
+
+
+def test_another_process_finds_what_the_first_one_computed(
+    make_model: Callable[..., Any], daemon: DaemonProcess, prompt: Callable[..., Any], tmp_path: Path
+) -> None:
+    model, ids = make_model("gemma3"), prompt(100)
+    model.save_pretrained(tmp_path / "model")
+    assert run_other_process(tmp_path / "model", daemon, ids) == [0, 6]
+    kept, without_store = compute(model, ids, first_chunk=96)
+    with Client(daemon.address) as client, PrefixCache(model, client) as prefixes:
+        # Same weights under another name: a name alone never matches.
+        assert prefixes.prefill(ids).tokens_reused == 0
+    model.config._name_or_path = str(tmp_path / "model")
+    with Client(daemon.address) as client, PrefixCache(model, client) as prefixes:
+        warm = prefixes.prefill(ids)
+        assert warm.tokens_reused == 96
+        assert_same_kv(warm.cache, compute(model, ids)[0], token_count=96)
+        assert decode(model, warm.logits, warm.cache) == without_store
+    assert len(kept.layers) == 7
+
+
+@pytest.mark.parametrize("address", ["address", "unix_address"])
+def test_a_daemon_that_restarts_costs_one_recompute(
+    llama: Any, daemon: DaemonProcess, prompt: Callable[..., Any], address: str
+) -> None:
+    ids = prompt(70)
+    _, without_store = compute(llama, ids)
+    with (
+        Client(getattr(daemon, address), config=IMPATIENT) as client,
+        PrefixCache(llama, client) as prefixes,
+    ):
+        assert prefixes.prefill(ids).offloaded.result().stored_count == 4
+        assert prefixes.prefill(ids).tokens_reused == 64
+        daemon.kill()
+        while_gone = prefixes.prefill(ids)
+        assert while_gone.tokens_reused == 0
+        assert while_gone.restored.error is not None
+        assert decode(llama, while_gone.logits, while_gone.cache) == without_store
+        assert while_gone.offloaded.result().stored_count == 0
+        daemon.start()
+        # The first calls after an outage may still be within the client's cool-down.
+        while not prefixes.prefill(ids).offloaded.result().stored_count:
+            pass
+        assert prefixes.prefill(ids).tokens_reused == 64

@@ -112,8 +112,8 @@ class _ProgressBar:
         self._task = self._bar.add_task("starting", total=_EXPECTED_EVENTS)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._task is not None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self._task is not None:
             self._bar.update(self._task, description="done", completed=_EXPECTED_EVENTS)
         self._bar.stop()
 

@@ -80,6 +80,8 @@ class Worker:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             event = json.loads(line)
+            if event["event"] == "failed":
+                raise DemoError(event["text"])
             yield event
             if event["event"] == "result":
                 return

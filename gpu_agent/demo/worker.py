@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,6 +22,7 @@ from gpu_agent.demo import model as models
 from gpu_agent.demo.agent_store import AgentStore
 from gpu_agent.demo.decode import answer_without_store, forward, greedy
 from gpu_agent.demo.prompts import TOKENS_PER_BLOCK, build_prompts, find_document
+from kvstore.errors import KvstoreError
 from kvstore.namespace import Namespace
 from kvstore_client import Client
 from kvstore_client.integrations.transformers import Prefill, PrefixCache, namespace_for
@@ -151,7 +153,7 @@ def pressure(
 
 
 def offload(
-    report: Report, emit: Callable[..., None], *, model: str, address: str, ids: list[int], save_kv: str
+    report: Report, *, emit: Callable[..., None], model: str, address: str, ids: list[int], save_kv: str
 ) -> dict[str, Any]:
     """Computes a prompt, keeps its K and V in a file, and offloads them in small puts; to be killed meanwhile."""
     llm = _load(model, report)
@@ -180,18 +182,18 @@ def main() -> None:
     def report(text: str) -> None:
         emit("progress", text=text)
 
-    match job.pop("kind"):
-        case "prepare":
-            result = prepare(report, **job)
-        case "answer":
-            result = answer(report, **job)
-        case "pressure":
-            result = pressure(report, **job)
-        case "offload":
-            result = offload(report, emit, **job)
-        case kind:
-            sys.exit(f"no job of kind {kind!r}")
-    emit("result", **result)
+    jobs: dict[str, Callable[..., dict[str, Any]]] = {
+        "prepare": prepare,
+        "answer": answer,
+        "pressure": pressure,
+        "offload": partial(offload, emit=emit),
+    }
+    try:
+        emit("result", **jobs[job.pop("kind")](report, **job))
+    except (KvstoreError, OSError) as error:
+        # A model that is not there, a document that is too short: the message says it all.
+        emit("failed", text=str(error))
+        raise
 
 
 def _write(protocol: IO[str], event: dict[str, Any]) -> None:

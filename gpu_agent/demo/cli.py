@@ -43,7 +43,7 @@ def _size(context: click.Context, parameter: click.Parameter, value: str | None)
 @click.option(
     "--document", type=click.Path(exists=True, dir_okay=False), help="Text to ask about.  [default: a license text]"
 )
-@click.option("--prompt-tokens", default=2048, show_default=True, type=click.IntRange(min=256), help="Prompt length.")
+@click.option("--prompt-tokens", default=1664, show_default=True, type=click.IntRange(min=256), help="Prompt length.")
 @click.option("--answer-tokens", default=32, show_default=True, type=click.IntRange(min=1), help="Answer length.")
 @click.option("--memory-capacity", default="1GiB", show_default=True, help="Memory of the demo's daemon.")
 @click.option("--vram-cap", callback=_size, help="Size of the agent's pool.  [default: 40 % of what the prompt needs]")

@@ -28,7 +28,6 @@ from kvstore.namespace import Namespace
 from kvstore_server.core.holds import HoldTable
 from kvstore_server.core.space import Place, SlabId, SlabSpace
 
-
 NAMESPACE_COUNT_MAX = 4096
 """Namespaces known at once: far more than a node serves, few enough that a client cannot fill memory with names."""
 

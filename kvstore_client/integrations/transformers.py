@@ -129,6 +129,7 @@ class PrefixCache:
         self._lock = threading.Lock()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvstore-offload")
         self._last_error: type[KvstoreError] | type[None] = type(None)
+        self._has_said_too_short = False
         self._cache_argument = cache_argument(model)
         self._limits_logits = "logits_to_keep" in forward_arguments(model)
 
@@ -146,7 +147,7 @@ class PrefixCache:
         ids = _one_prompt(input_ids)
         self._check_unchanged()
         usable_count = max(len(ids) - 1, 0) // self._layout.tokens_per_block
-        return self._restore(self._hash(ids)[:usable_count])
+        return self._restore(self._hash(ids)[:usable_count], token_count=len(ids))
 
     def offload(self, input_ids: TokenIds, cache: DynamicCache, *, first_block: int = 0) -> Offloaded:
         """Stores the full blocks of a prompt from `first_block` on, and returns when that is done."""
@@ -172,7 +173,7 @@ class PrefixCache:
         self._check_unchanged()
         hashes = self._hash(ids)
         usable_count = (len(ids) - 1) // self._layout.tokens_per_block
-        restored = self._restore(hashes[:usable_count])
+        restored = self._restore(hashes[:usable_count], token_count=len(ids))
         logits = self._compute(ids[restored.token_count :], restored.cache)
         first_block = restored.token_count // self._layout.tokens_per_block
         return Prefill(
@@ -205,7 +206,17 @@ class PrefixCache:
         array: Any = ids.cpu().numpy()
         return hash_blocks(array, tokens_per_block=self._layout.tokens_per_block)
 
-    def _restore(self, hashes: list[BlockHash]) -> Restored:
+    def _say_too_short(self, token_count: int) -> None:
+        """Says once why such prompts never hit: 0 % without a reason is what users search longest for."""
+        if not self._has_said_too_short:
+            self._has_said_too_short = True
+            _LOG.warning(
+                "a prompt of %d tokens has no full block of %d before its last token, so it can never hit",
+                token_count,
+                self._layout.tokens_per_block,
+            )
+
+    def _restore(self, hashes: list[BlockHash], *, token_count: int) -> Restored:
         states: tuple[BlockState, ...] = (BlockState.MISS,) * len(hashes)
         buffer = torch.empty((0, self._layout.payload_bytes), dtype=torch.uint8)
         error: KvstoreError | None = None
@@ -223,6 +234,8 @@ class PrefixCache:
             buffer, error = buffer[:0], failure
         if hashes:
             self._log_change(error)
+        else:
+            self._say_too_short(token_count)
         return Restored(
             cache=scatter_blocks(buffer, self._layout, self._shape),
             token_count=buffer.shape[0] * self._layout.tokens_per_block,

@@ -78,13 +78,17 @@ def test_the_last_token_is_always_computed(llama: Any, store: Any, prompt: Calla
     assert decode(llama, warm.logits, warm.cache) == same_chunks
 
 
-def test_a_prompt_shorter_than_a_block_works_and_stores_nothing(
-    llama: Any, store: Any, prompt: Callable[..., Any]
+def test_a_prompt_shorter_than_a_block_works_stores_nothing_and_says_so_once(
+    llama: Any, store: Any, prompt: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     with PrefixCache(llama, store) as prefixes:
         prefill = prefixes.prefill(prompt(5))
+        prefixes.prefill(prompt(6))
     assert prefill.offloaded.result().states == ()
     assert store.blocks == {}
+    assert [record.getMessage() for record in caplog.records] == [
+        "a prompt of 5 tokens has no full block of 16 before its last token, so it can never hit"
+    ]
 
 
 def test_a_hole_ends_the_prefix_and_is_filled_again(llama: Any, store: Any, prompt: Callable[..., Any]) -> None:

@@ -6,10 +6,12 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvstore_client import Client, ClientConfig
 from kvstore_client.integrations.transformers import PrefixCache
@@ -19,6 +21,8 @@ from tests.transformers.test_prefix_cache import assert_same_kv, compute, decode
 IMPATIENT = ClientConfig(
     attach_timeout_s=2.0, control_timeout_s=2.0, breaker_cooldown_initial_s=0.01, breaker_cooldown_max_s=0.02
 )
+
+PATIENT = ClientConfig(attach_timeout_s=20.0, control_timeout_s=20.0, data_timeout_base_s=20.0)
 
 _OTHER_PROCESS = """
 import json, sys
@@ -89,3 +93,32 @@ def test_a_daemon_that_restarts_costs_one_recompute(
         while not prefixes.prefill(ids).offloaded.result().stored_count:
             pass
         assert prefixes.prefill(ids).tokens_reused == 64
+
+
+def test_ninety_six_prompts_at_once_say_what_they_say_without_a_store(
+    make_model: Callable[..., Any], start_daemon: Callable[..., DaemonProcess], prompt: Callable[..., Any]
+) -> None:
+    """Kind of fault (users' reports): "only wrong under concurrency". The store is too small for all of them."""
+    model = make_model("llama")
+    daemon = start_daemon("--memory-capacity", "1MiB")
+    shared = [prompt(64 + 16 * number) for number in range(8)]
+    prompts = [torch.cat([shared[number % 8], prompt(12 + number)[-12:]]) for number in range(96)]
+    with Client(daemon.unix_address, config=PATIENT) as client, PrefixCache(model, client) as prefixes:
+
+        def answer(ids: Any) -> tuple[int, list[int]]:
+            prefill = prefixes.prefill(ids)
+            return prefill.tokens_reused, decode(model, prefill.logits, prefill.cache)
+
+        with ThreadPoolExecutor(6) as threads:
+            answers = list(threads.map(answer, prompts))
+        prefixes.wait()
+        stats = client.stats()
+    differing = [
+        number
+        for number, (ids, (reused, said)) in enumerate(zip(prompts, answers, strict=True))
+        if said != compute(model, ids, first_chunk=reused)[1]
+    ]
+    assert differing == []
+    assert sum(reused > 0 for reused, _ in answers) > 10
+    assert stats.evicted_count > 0
+    assert (stats.reservation_count, stats.lease_count, stats.corrupt_count) == (0, 0, 0)

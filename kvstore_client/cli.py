@@ -194,6 +194,7 @@ def _stats_lines(found: StoreStats) -> list[str]:
         ("blocks", f"{found.block_count:,} stored, {found.reservation_count:,} being written"),
         ("leases", f"{found.lease_count:,}"),
         ("lookups", lookups),
+        ("reads", f"{found.sent_count + found.unsent_count:,} blocks: {found.sent_count:,} hits"),
         ("moved", f"{_size(found.written_bytes)} in, {_size(found.read_bytes)} out"),
         ("committed", f"{found.committed_count:,}"),
         ("evicted", f"{found.evicted_count:,}"),

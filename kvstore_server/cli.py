@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ def serve(config_file: Path | None, ready_file: Path | None, as_json: bool, **fl
     if as_json:
         flags["log__format"] = "json"
     config = _load(config_file, flags)
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # read when gRPC starts; its lines on stderr are not ours
     import structlog
     import uvloop
 

@@ -74,6 +74,8 @@ class Counters:
     corrupt_in_memory_count: int = 0
     refused_full_count: int = 0
     refused_draining_count: int = 0
+    sent_count: int = 0
+    unsent_count: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
 

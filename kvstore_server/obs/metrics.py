@@ -91,6 +91,16 @@ SPECS: tuple[MetricSpec, ...] = (
         ],
     ),
     MetricSpec(
+        name="kvstore_store_read_blocks_total",
+        kind=CounterMetricFamily,
+        help="Blocks asked for by reads, by outcome; a client may read without having looked up.",
+        labels=("outcome",),
+        samples=lambda core: [
+            ({"outcome": "hit"}, core.counters.sent_count),
+            ({"outcome": "miss"}, core.counters.unsent_count),
+        ],
+    ),
+    MetricSpec(
         name="kvstore_store_committed_blocks_total",
         kind=CounterMetricFamily,
         help="Blocks that were written, verified and made readable.",

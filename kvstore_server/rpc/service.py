@@ -83,6 +83,8 @@ class StoreService:
             read_bytes=counters.read_bytes,
             written_bytes=counters.written_bytes,
             corrupt_count=counters.corrupt_on_commit_count + counters.corrupt_in_memory_count,
+            sent_count=counters.sent_count,
+            unsent_count=counters.unsent_count,
             uptime_s=self._clock() - self._started_s,
             namespaces=namespaces,
         )
@@ -146,8 +148,10 @@ class StoreService:
         for index, block_hash in enumerate(hashes):
             block = self._core.begin_read(request.namespace_id, block_hash)
             if block is None:
+                self._core.counters.unsent_count += 1
                 yield ReadFrame(block_index=index, block_state=BlockState.MISS)
                 continue
+            self._core.counters.sent_count += 1
             sent_bytes = 0
             try:
                 view = self._arena.view(block.place, block.size_bytes)

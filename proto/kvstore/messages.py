@@ -110,6 +110,8 @@ class StoreStats:
     read_bytes: int
     written_bytes: int
     corrupt_count: int
+    sent_count: int
+    unsent_count: int
     uptime_s: float
     namespaces: tuple[NamespaceStats, ...]
 

@@ -98,6 +98,8 @@ _STATS = (
     "read_bytes",
     "written_bytes",
     "corrupt_count",
+    "sent_count",
+    "unsent_count",
 )
 _NAMESPACE_STATS = ("namespace_id", "model", "slot_bytes", "block_count", "used_bytes")
 

@@ -67,22 +67,22 @@ def running_daemon(folder: Path, *, memory_capacity: str) -> Iterator[Daemon]:
 class Worker:
     """One worker process doing one job; a context manager that leaves no process behind.
 
-    The job goes in as one JSON object, events come out as JSON lines; the last one is the result.
+    It loads its model, if it is told one, before it is given its job, which goes in as one JSON object. Events
+    come out as JSON lines; the last one is the result.
     """
 
-    def __init__(self, job: Mapping[str, Any], *, log_file: Path) -> None:
-        self._name = str(job["kind"])
+    def __init__(self, *, model: str | None, log_file: Path) -> None:
+        self._name = "worker"
         self._log_file = log_file
         command = [sys.executable, "-m", "gpu_agent.demo.worker"]
         with log_file.open("wb") as log:
             environment = _WORKER_ENVIRONMENT | os.environ
             self._process = _spawn(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment)
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(job).encode())
-            self._process.stdin.close()
-        except BrokenPipeError as error:
-            raise DemoError(f"worker {self._name} did not start:\n{_tail(log_file)}") from error
+        self._say({"model": model})
+
+    def give(self, job: Mapping[str, Any]) -> None:
+        self._name = f"worker {job['kind']}"
+        self._say(job)
 
     def events(self) -> Iterator[dict[str, Any]]:
         """Events as they come; raises `DemoError` when the worker ends without a result."""
@@ -95,7 +95,7 @@ class Worker:
             if event["event"] == "result":
                 return
         self._process.wait()
-        raise DemoError(f"worker {self._name} failed ({self._process.returncode}):\n{_tail(self._log_file)}")
+        raise DemoError(f"{self._name} failed ({self._process.returncode}):\n{_tail(self._log_file)}")
 
     @property
     def is_running(self) -> bool:
@@ -113,8 +113,17 @@ class Worker:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         _stop(self._process)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def _say(self, line: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(line).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise DemoError(f"{self._name} did not start:\n{_tail(self._log_file)}") from error
 
 
 def _spawn(command: list[str], **options: Any) -> subprocess.Popen[bytes]:

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from gpu_agent.demo.processes import DemoError, Worker, running_daemon
 from gpu_agent.demo.prompts import TOKENS_PER_BLOCK
@@ -35,7 +36,11 @@ class Settings:
 
 def run_stages(settings: Settings, folder: Path, progress: Progress) -> Report:
     """Runs everything with temporary files in `folder`; raises `DemoError` when a stage cannot be run."""
-    runner = _Runner(folder, progress)
+    with _Runner(folder, progress) as runner:
+        return _run_stages(settings, folder, runner)
+
+
+def _run_stages(settings: Settings, folder: Path, runner: _Runner) -> Report:
     # A part of the document per stage that needs an unknown one; the killed process gets a half, and more than one try.
     half_tokens = settings.prompt_tokens // 2
     prepared = runner.run(
@@ -47,9 +52,10 @@ def run_stages(settings: Settings, folder: Path, progress: Progress) -> Report:
             "token_counts": [settings.prompt_tokens] * 2 + [half_tokens] * _KILL_ATTEMPTS,
         },
     )
+    runner.model = prepared["model"]
     shared, pressed, *lost = prepared["prompts"]
     with running_daemon(folder, memory_capacity=settings.memory_capacity) as daemon:
-        common = {"model": prepared["model"], "address": daemon.address, "answer_tokens": settings.answer_tokens}
+        common = {"address": daemon.address, "answer_tokens": settings.answer_tokens}
         computed = str(folder / "cold.safetensors")
         cold = runner.stage(
             "cold",
@@ -66,6 +72,7 @@ def run_stages(settings: Settings, folder: Path, progress: Progress) -> Report:
         after_kill = runner.stage(
             "after kill -9",
             common | {"kind": "answer", "ids": killed.second_ids, "save_kv": None, "compare_kv": killed.kv_file},
+            is_last=True,
         )
     return Report(
         model=Path(prepared["model"]).name if settings.model is None else settings.model,
@@ -97,26 +104,54 @@ class _Killed:
 
 
 class _Runner:
+    """Starts the workers. Each loads its model while the one before it, no longer timed, checks its answers."""
+
     def __init__(self, folder: Path, progress: Progress) -> None:
+        self.model: str | None = None
         self._folder = folder
         self._progress = progress
         self._worker_count = 0
+        self._next: Worker | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._next is not None:
+            with self._next:
+                self._next.kill()
+
+    def load_next(self) -> None:
+        """Has a worker load the model for whatever comes next."""
+        if self._next is None:
+            self._worker_count += 1
+            self._next = Worker(model=self.model, log_file=self._folder / f"worker-{self._worker_count}.log")
 
     def start(self, job: dict[str, Any]) -> Worker:
-        self._worker_count += 1
-        return Worker(job, log_file=self._folder / f"worker-{self._worker_count}.log")
+        self.load_next()
+        worker, self._next = self._next, None
+        assert worker is not None, "load_next() has just made one"
+        worker.give(job)
+        return worker
 
-    def run(self, name: str, job: dict[str, Any]) -> dict[str, Any]:
+    def run(self, name: str, job: dict[str, Any], *, is_last: bool = False) -> dict[str, Any]:
         with self.start(job) as worker:
             for event in worker.events():
-                if event["event"] == "result":
-                    return event
-                self._progress(name, event["text"])
+                match event["event"]:
+                    case "result":
+                        return event
+                    case "timed":
+                        if not is_last:
+                            self.load_next()
+                    case _:
+                        self._progress(name, event["text"])
         raise AssertionError("events() ends with a result or raises")
 
-    def stage(self, name: str, job: dict[str, Any]) -> _Ran:
+    def stage(self, name: str, job: dict[str, Any], *, is_last: bool = False) -> _Ran:
         started_s = time.monotonic()
-        result = self.run(name, job)
+        result = self.run(name, job, is_last=is_last)
         fields = ("prompt_tokens", "tokens_reused", "ttft_s", "stored_blocks", "is_identical", "max_abs_kv_error")
         stage = Stage(
             name=name,
@@ -138,8 +173,9 @@ def _kill_in_mid_offload(
     killed: _Killed | None = None
     for attempt, prompt in enumerate(prompts):
         kv_file = str(folder / f"killed-{attempt}.safetensors")
-        job = {"kind": "offload", "model": common["model"], "address": common["address"], "save_kv": kv_file}
+        job = {"kind": "offload", "address": common["address"], "save_kv": kv_file}
         with runner.start(job | {"ids": prompt["first"]}) as worker, Client(common["address"]) as client:
+            runner.load_next()
             stored_before = client.stats().committed_count
             block_count = 0
             for event in worker.events():

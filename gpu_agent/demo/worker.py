@@ -1,4 +1,4 @@
-"""One stage of the demo in a process of its own: `python -m gpu_agent.demo.worker`, JSON in, JSON lines out."""
+"""One stage of the demo in a process of its own: `python -m gpu_agent.demo.worker`, JSON lines in and out."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def prepare(report: Report, *, model: str | None, document: str | None, token_co
 def answer(
     report: Report,
     *,
-    model: str,
+    emit: Callable[..., None],
+    llm: Any,
     address: str,
     ids: list[int],
     answer_tokens: int,
@@ -70,7 +71,6 @@ def answer(
     `save_kv` keeps the K and V that were computed here; `compare_kv` names such a file to hold against what was
     restored here.
     """
-    llm = _load(model, report)
     namespace = namespace_for(llm, tokens_per_block=TOKENS_PER_BLOCK)
     with Client(address) as client, PrefixCache(llm, client, namespace=namespace) as prefixes:
         report("answering")
@@ -81,6 +81,7 @@ def answer(
     if save_kv:
         save_file({"blocks": _blocks(prefill.cache, namespace, token_count=len(ids))}, save_kv)
     restored = _blocks(prefill.cache, namespace, token_count=prefill.tokens_reused)
+    emit("timed")
     report("answering again without the store")
     alone = answer_without_store(llm, ids, first_chunk=prefill.tokens_reused, token_count=answer_tokens)
     return {
@@ -98,7 +99,8 @@ def answer(
 def pressure(
     report: Report,
     *,
-    model: str,
+    emit: Callable[..., None],
+    llm: Any,
     address: str,
     first_ids: list[int],
     ids: list[int],
@@ -111,7 +113,6 @@ def pressure(
     The first turn's blocks go through the pool, which moves what does not fit to the daemon; the second turn needs
     all of them again. The cap defaults to `vram_share` of the first turn's blocks.
     """
-    llm = _load(model, report)
     namespace = namespace_for(llm, tokens_per_block=TOKENS_PER_BLOCK)
     sequence_bytes = len(first_ids) // TOKENS_PER_BLOCK * namespace.block_layout.payload_bytes
     cap_bytes = vram_cap_bytes or int(sequence_bytes * vram_share)
@@ -132,6 +133,7 @@ def pressure(
         prefixes.wait()
         status = agent.status()
     restored = _blocks(second.cache, namespace, token_count=second.tokens_reused)
+    emit("timed")
     report("answering again without the store")
     alone = answer_without_store(llm, ids, first_chunk=second.tokens_reused, token_count=answer_tokens)
     return {
@@ -153,10 +155,9 @@ def pressure(
 
 
 def offload(
-    report: Report, *, emit: Callable[..., None], model: str, address: str, ids: list[int], save_kv: str
+    report: Report, *, emit: Callable[..., None], llm: Any, address: str, ids: list[int], save_kv: str
 ) -> dict[str, Any]:
     """Computes a prompt, keeps its K and V in a file, and offloads them in small puts; to be killed meanwhile."""
-    llm = _load(model, report)
     namespace = namespace_for(llm, tokens_per_block=TOKENS_PER_BLOCK)
     cache = DynamicCache()
     report("computing a document to lose")
@@ -174,7 +175,6 @@ def main() -> None:
     # Libraries may print: keep the protocol's stdout to ourselves and send theirs to the log.
     protocol = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    job = json.load(sys.stdin)
 
     def emit(event: str, **fields: Any) -> None:
         _write(protocol, {"event": event, **fields})
@@ -182,13 +182,19 @@ def main() -> None:
     def report(text: str) -> None:
         emit("progress", text=text)
 
-    jobs: dict[str, Callable[..., dict[str, Any]]] = {
-        "prepare": prepare,
-        "answer": answer,
-        "pressure": pressure,
-        "offload": partial(offload, emit=emit),
-    }
     try:
+        model = json.loads(sys.stdin.readline())["model"]
+        llm = None if model is None else _load(model, report)
+        line = sys.stdin.readline()
+        if not line:
+            return  # there is no job after all
+        job = json.loads(line)
+        jobs: dict[str, Callable[..., dict[str, Any]]] = {
+            "prepare": prepare,
+            "answer": partial(answer, emit=emit, llm=llm),
+            "pressure": partial(pressure, emit=emit, llm=llm),
+            "offload": partial(offload, emit=emit, llm=llm),
+        }
         emit("result", **jobs[job.pop("kind")](report, **job))
     except (KvstoreError, OSError) as error:
         # A model that is not there, a document that is too short: the message says it all.

@@ -1,8 +1,8 @@
 # Everything a contributor runs. `make help` lists it; the first call of any other target sets up .venv.
 
 PYTHON ?= python3
-# Installed first: a plain `torch` is a CUDA build of several GB even on a machine without a GPU. Options for
-# pip may follow, such as an index of CPU builds: make TORCH="torch==2.13.0 --index-url URL"
+# Installed first. On x86 PyPI has only the CUDA build, of some GB even for a machine without a GPU. The CPU build:
+#   make TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 TORCH ?= torch==2.13.0
 # Test processes at the same time; more than cores only makes them wait for each other.
 JOBS ?= 2
@@ -40,7 +40,7 @@ $(INSTALLED): pyproject.toml
 		echo "$(PYTHON) is older than 3.11 or missing; name another: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	@test -x $(BIN)/python || { echo "==> .venv: creating"; $(PYTHON) -m venv $(VENV); } || { \
 		echo "venv failed; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
-	@echo "==> .venv: pip and $(firstword $(TORCH)) (about 200 MB the first time)"
+	@echo "==> .venv: pip and $(firstword $(TORCH)) (200 MB as a CPU build, some GB with CUDA)"
 	@$(BIN)/python -m pip install --quiet --upgrade pip
 	@$(BIN)/python -m pip install --quiet $(TORCH)
 	@echo "==> .venv: this package with its dev, transformers and demo extras (about 500 MB, some minutes)"

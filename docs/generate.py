@@ -67,8 +67,9 @@ METRICS_PAGE = """\
 # Metrics
 
 In Prometheus' text format. The daemon serves its own at `/metrics` of `metrics.host`:`metrics.port`
-(default `127.0.0.1:7451`). An agent inside an engine keeps its own in a registry of its own
-(`gpu_agent.metrics.agent_registry`).
+(default `127.0.0.1:7451`). `kvstore agent` serves the agent's at `/metrics` of `127.0.0.1:7453` (`--metrics-port`),
+once a namespace is open. An agent inside an engine serves nothing: `gpu_agent.metrics.agent_registry(agent.snapshot)`
+is a registry for the engine to serve, apart from its own.
 
 ## Daemon
 

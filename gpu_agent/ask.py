@@ -7,6 +7,7 @@ from typing import Any, TypeVar, cast
 import grpc
 
 from kvstore import wire
+from kvstore.errors import ProtocolError
 from kvstore.messages import AgentStatus, GetAgentStatusRequest
 from kvstore.wire import Method
 from kvstore_client.channel import CHANNEL_OPTIONS, FailedCall, translate
@@ -29,5 +30,7 @@ def call_unary(
     try:
         data: bytes = call(method.encode_request(request), timeout=timeout_s)
     except grpc.RpcError as error:
+        if cast("FailedCall", error).code() is grpc.StatusCode.UNIMPLEMENTED:
+            raise ProtocolError(f"that is not an agent (a store daemon?): it has no {method.name}") from error
         raise translate(cast("FailedCall", error), method_name=method.name) from error
     return method.decode_response(data)

@@ -13,7 +13,8 @@ class AgentConfig:
     """Settings of one agent; only the capacity has no default, because the engine decides what it leaves."""
 
     vram_capacity_bytes: int
-    """Bytes of the block pool, a hard cap: allocated once at the start, as many whole blocks as fit."""
+    """Bytes of the block pool, a hard cap: as many whole blocks as fit, allocated once when their size is known.
+    That is when `GpuAgent` is made, and in a sidecar when the first engine opens its namespace."""
     device: str = "cpu"
     """`cuda:N`, or `cpu` for the same tier in host memory."""
     high_watermark: float = 0.85

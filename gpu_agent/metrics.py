@@ -153,20 +153,19 @@ METRICS: tuple[MetricSpec, ...] = (
 
 
 class _AgentCollector(Collector):
-    def __init__(self, snapshot: Callable[[], AgentSnapshot | None]) -> None:
+    def __init__(self, snapshot: Callable[[], AgentSnapshot]) -> None:
         self._snapshot = snapshot
 
     def collect(self) -> Iterator[Metric]:
         snapshot = self._snapshot()
-        if snapshot is not None:
-            for spec in METRICS:
-                yield spec.collect(snapshot)
+        for spec in METRICS:
+            yield spec.collect(snapshot)
 
 
-def agent_registry(snapshot: Callable[[], AgentSnapshot | None]) -> CollectorRegistry:
+def agent_registry(snapshot: Callable[[], AgentSnapshot]) -> CollectorRegistry:
     """A registry of its own, so that an agent inside an engine leaves the engine's metrics alone.
 
-    `snapshot` is asked at every scrape; None means that there is no pool yet.
+    `snapshot` is asked at every scrape.
     """
     registry = CollectorRegistry()
     registry.register(_AgentCollector(snapshot))

@@ -61,7 +61,7 @@ class AgentServer:
         try:
             return int(self._server.add_insecure_port(address))
         except RuntimeError as error:
-            raise OSError(f"cannot listen on {address}: {error}") from error
+            raise OSError("gRPC cannot have it") from error
 
     def start(self) -> None:
         self._server.start()

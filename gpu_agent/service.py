@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from gpu_agent.agent import GpuAgent
 from gpu_agent.config import AgentConfig
+from gpu_agent.counters import Counters
 from gpu_agent.enveloped import EnvelopedRows, incoming_runs
 from gpu_agent.metrics import AgentSnapshot
 from gpu_agent.store import Store
@@ -39,23 +40,7 @@ class AgentService:
         self._started_s = time.monotonic()
 
     def get_status(self, _: m.GetAgentStatusRequest) -> m.AgentStatus:
-        agent = self._agent
-        if agent is not None:
-            return agent.status()
-        return m.AgentStatus(
-            version=__version__,
-            device=self._config.device,
-            capacity_bytes=self._config.vram_capacity_bytes,
-            used_bytes=0,
-            peak_bytes=0,
-            resident_count=0,
-            migrated_count=0,
-            migration_batch_count=0,
-            reloaded_count=0,
-            lost_count=0,
-            step=0,
-            uptime_s=time.monotonic() - self._started_s,
-        )
+        return self.snapshot().status
 
     def open_namespace(self, request: m.OpenAgentNamespaceRequest) -> m.OpenAgentNamespaceResponse:
         with self._lock:
@@ -113,10 +98,11 @@ class AgentService:
         agent = self._agent
         return None if agent is None else agent.failure
 
-    def snapshot(self) -> AgentSnapshot | None:
+    def snapshot(self) -> AgentSnapshot:
+        """As of one moment; before a namespace is open the capacity, and zeros."""
         agent = self._agent
         if agent is None:
-            return None
+            return AgentSnapshot(status=self._status_without_pool(), counters=Counters())
         return dataclasses.replace(agent.snapshot(), received_corrupt_count=self._corrupt_count)
 
     def close(self, *, flush_s: float) -> bool:
@@ -129,6 +115,22 @@ class AgentService:
         is_flushed = agent.flush(flush_s)
         agent.close()
         return is_flushed
+
+    def _status_without_pool(self) -> m.AgentStatus:
+        return m.AgentStatus(
+            version=__version__,
+            device=self._config.device,
+            capacity_bytes=self._config.vram_capacity_bytes,
+            used_bytes=0,
+            peak_bytes=0,
+            resident_count=0,
+            migrated_count=0,
+            migration_batch_count=0,
+            reloaded_count=0,
+            lost_count=0,
+            step=0,
+            uptime_s=time.monotonic() - self._started_s,
+        )
 
     def _opened(self) -> GpuAgent:
         agent = self._agent

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
-import tempfile
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -22,13 +19,26 @@ from gpu_agent.device import open_device
 from gpu_agent.metrics import agent_registry
 from gpu_agent.rpc import AgentServer
 from gpu_agent.service import AgentService
-from gpu_agent.sockets import DEFAULT_GRPC_PORT, DEFAULT_METRICS_PORT, check_loopback, claim_socket
+from gpu_agent.sockets import DEFAULT_GRPC_PORT, DEFAULT_METRICS_PORT
 from kvstore import __version__
-from kvstore.errors import UnavailableError
+from kvstore.errors import InvalidArgumentError, UnavailableError
 from kvstore_client import Client
+from kvstore_client.hosting import (
+    LOOPBACK_ALLOWED,
+    Addresses,
+    Role,
+    announce,
+    is_loopback,
+    listen_tcp,
+    listen_unix,
+)
 
 _WATCH_INTERVAL_S = 0.5
 """How late a dead background thread shows in the health service."""
+
+_ROLE = Role(
+    name="agent", asked_with="kvstore agent status", port_setting="--grpc-port", socket_setting="--socket-path"
+)
 
 _log = structlog.get_logger("kvstore.agent")
 
@@ -52,23 +62,14 @@ class SidecarConfig:
     """Seconds after SIGTERM for running calls to end and for the pool to be copied to the daemon."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Addresses:
-    """Where a running sidecar is found; written to the ready file."""
-
-    grpc_address: str
-    unix_address: str | None
-    metrics_address: str
-    pid: int
-
-
 class Sidecar:
     """One agent of one node as a process. `run` returns when it was told to stop, raises when it must not go on."""
 
     def __init__(self, config: SidecarConfig) -> None:
         self._config = config
-        self._host = check_loopback(config.grpc_host)
-        open_device(config.agent.device).close()  # a wrong device must fail here, not at the first engine's call
+        if not is_loopback(config.grpc_host):
+            raise InvalidArgumentError.of("--grpc-host", config.grpc_host, LOOPBACK_ALLOWED)
+        _check_device(config.agent)
         self._client = Client(config.store_address)
         self._service = AgentService(config=config.agent, client=self._client)
         self._server = AgentServer(self._service, on_bug=self._stop_because_of)
@@ -82,43 +83,22 @@ class Sidecar:
         with ExitStack() as parts:
             parts.callback(self._client.close)
             parts.callback(self._server.stop, grace_s=0)
+            listen, config = self._server.listen, self._config
+            path = config.socket_path
             addresses = Addresses(
-                grpc_address=self._listen_tcp(),
-                unix_address=self._listen_unix(parts),
+                grpc_address=listen_tcp(listen, host=config.grpc_host, port=config.grpc_port, role=_ROLE),
+                unix_address=None if path is None else listen_unix(listen, path, role=_ROLE, parts=parts),
                 metrics_address=self._start_metrics(parts),
                 pid=os.getpid(),
             )
             self._server.start()
             self._server.set_serving(True)
-            _announce(addresses, ready_file, parts)
+            announce(addresses, ready_file, parts)
             _log.info("serving", version=__version__, store_address=self._client.address, **asdict(addresses))
             self._serve_until_stopped()
             self._drain()
         if self._bug is not None:
             raise self._bug
-
-    def _listen_tcp(self) -> str:
-        address = f"{self._host}:{self._config.grpc_port}"
-        try:
-            return f"{self._host}:{self._server.listen(address)}"
-        except OSError as error:
-            raise UnavailableError(
-                f"cannot listen on {address}: it is in use, perhaps by another agent "
-                "(`kvstore agent status` tells); free it, or choose --grpc-port (0: any free port)"
-            ) from error
-
-    def _listen_unix(self, parts: ExitStack) -> str | None:
-        if self._config.socket_path is None:
-            return None
-        path = self._config.socket_path.absolute()
-        claim_socket(path)
-        try:
-            self._server.listen(f"unix:{path}")
-            path.chmod(0o600)  # nobody but this user, until there is authentication
-        except OSError as error:
-            raise UnavailableError(f"cannot listen on {path}: {error}; choose --socket-path") from error
-        parts.callback(path.unlink, missing_ok=True)
-        return f"unix:{path}"
 
     def _start_metrics(self, parts: ExitStack) -> str:
         host, port = "127.0.0.1", self._config.metrics_port
@@ -162,33 +142,12 @@ class Sidecar:
         self._stop.set()
 
 
-def configure_logs() -> None:
-    """Structured logs on stderr: for people on a terminal, JSON lines otherwise."""
-    is_console = sys.stderr.isatty()
-    renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer() if is_console else structlog.processors.JSONRenderer()
-    )
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            *([] if is_console else [structlog.processors.format_exc_info]),
-            renderer,
-        ],
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
-
-
-def _announce(addresses: Addresses, ready_file: Path | None, parts: ExitStack) -> None:
-    """One line on stdout, and the same in the ready file, which appears whole or not at all."""
-    line = json.dumps(asdict(addresses))
-    print(line, flush=True)  # noqa: T201  (this is the command's output)
-    if ready_file is None:
-        return
-    try:
-        with tempfile.NamedTemporaryFile("w", dir=ready_file.parent, delete=False) as file:
-            file.write(line + "\n")
-        Path(file.name).replace(ready_file)
-    except OSError as error:
-        raise UnavailableError(f"cannot write the ready file {ready_file}: {error.strerror}") from error
-    parts.callback(ready_file.unlink, missing_ok=True)
+def _check_device(config: AgentConfig) -> None:
+    """What can never work must fail at the start, not at the first engine's call, which allocates the pool."""
+    with closing(open_device(config.device)) as device:
+        if config.vram_capacity_bytes > device.memory_bytes:
+            raise InvalidArgumentError.of(
+                "--vram-capacity",
+                config.vram_capacity_bytes,
+                f"up to {device.memory_bytes}, the memory of {device.name}",
+            )

@@ -31,7 +31,7 @@ def find_address(address: str | None = None) -> str:
     if from_environment:
         return parse_address(from_environment, field=f"${ADDRESS_VARIABLE}")
     for path in socket_candidates():
-        if _is_trusted_socket(path):
+        if is_trusted_socket(path):
             return f"unix:{path}"
     return DEFAULT_ADDRESS
 
@@ -84,19 +84,19 @@ def default_socket_path() -> Path | None:
     return None
 
 
-def _is_host(host: str) -> bool:
-    if host.startswith("[") and host.endswith("]"):
-        return ":" in host and all(letter in "0123456789abcdefABCDEF:.%" for letter in host[1:-1])
-    return bool(host) and all(letter.isalnum() or letter in "-._" for letter in host)
-
-
-def _is_trusted_socket(path: Path) -> bool:
+def is_trusted_socket(path: Path) -> bool:
     """A socket that no other user can have put there, even below a world-writable folder."""
     try:
         entry, folder = path.lstat(), path.parent.lstat()
     except OSError:
         return False
     return stat.S_ISSOCK(entry.st_mode) and _is_trusted_owner(entry.st_uid) and _is_trusted_owner(folder.st_uid)
+
+
+def _is_host(host: str) -> bool:
+    if host.startswith("[") and host.endswith("]"):
+        return ":" in host and all(letter in "0123456789abcdefABCDEF:.%" for letter in host[1:-1])
+    return bool(host) and all(letter.isalnum() or letter in "-._" for letter in host)
 
 
 def _is_trusted_owner(uid: int) -> bool:

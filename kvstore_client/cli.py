@@ -14,7 +14,14 @@ from typing import Any, NamedTuple
 import click
 
 from kvstore import __version__
-from kvstore.errors import DeadlineExceededError, InvalidArgumentError, KvstoreError, UnavailableError
+from kvstore.errors import (
+    DeadlineExceededError,
+    InternalError,
+    InvalidArgumentError,
+    KvstoreError,
+    ProtocolError,
+    UnavailableError,
+)
 from kvstore.messages import NamespaceStats, StoreStats
 from kvstore_client.client import Client
 from kvstore_client.config import ClientConfig
@@ -72,7 +79,7 @@ def _load(name: str, entry: _Entry) -> click.Command:
             raise
         raise click.ClickException(
             f"`kvstore {name}` needs {error.name}, which is not installed. "
-            f"Install it with: pip install 'kvstore[{entry.extra}]'"
+            f"In a checkout of this project: pip install '.[{entry.extra}]'"
         ) from error
     assert isinstance(command, click.Command), f"{entry.target} is {command!r}, not a command"
     return command
@@ -120,7 +127,7 @@ def ping(address: str | None, *, is_json: bool, timeout_s: float) -> None:
     \b
     Examples:
       kvstore ping
-      kvstore ping --address 10.0.0.7:7450 --timeout 0.5
+      kvstore ping --address 127.0.0.1:7450 --timeout 0.5
       kvstore ping --json | jq .round_trip_s
     """
     with _asking(address, timeout_s=timeout_s) as client:
@@ -165,6 +172,10 @@ def stats(address: str | None, *, is_json: bool, timeout_s: float) -> None:
     click.echo("\n".join(_stats_lines(found)))
 
 
+_IS_HUNG = "SETTINGS"
+"""gRPC's word for a peer that took the connection and has not greeted: stopped, or far too busy."""
+
+
 @contextmanager
 def _asking(address: str | None, *, timeout_s: float) -> Iterator[Client]:
     """A client whose failures say what to do about them."""
@@ -172,9 +183,20 @@ def _asking(address: str | None, *, timeout_s: float) -> Iterator[Client]:
         try:
             yield client
         except UnavailableError as error:
+            if _IS_HUNG in str(error):
+                raise DeadlineExceededError(
+                    f"{client.address} accepts connections and does not answer. The daemon is hung or overloaded: "
+                    "look at its log."
+                ) from error
             raise UnavailableError(
                 f"no daemon answers at {client.address} ({error}). "
                 "Start one with `kvstore serve`, or name it with --address or $KVSTORE_ADDRESS."
+            ) from error
+        except InternalError as error:
+            if "UNIMPLEMENTED" not in str(error):
+                raise
+            raise ProtocolError(
+                f"{client.address} is no store daemon; if it is an agent, ask it with `kvstore agent status`"
             ) from error
         except DeadlineExceededError as error:
             raise DeadlineExceededError(
@@ -198,6 +220,7 @@ def _stats_lines(found: StoreStats) -> list[str]:
         ("moved", f"{_size(found.written_bytes)} in, {_size(found.read_bytes)} out"),
         ("committed", f"{found.committed_count:,}"),
         ("evicted", f"{found.evicted_count:,}"),
+        ("refused", f"{found.refused_count:,}"),
         ("corrupt", f"{found.corrupt_count:,}"),
         ("uptime", _duration(found.uptime_s)),
     ]

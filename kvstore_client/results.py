@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from kvstore.errors import KvstoreError
-from kvstore.messages import BlockState
+from kvstore.messages import BlockState, ReserveState
 
 
 class PutState(IntEnum):
@@ -43,11 +43,16 @@ class GetResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutResult:
-    """`stored_count` blocks were readable when the put returned, by this put or before it."""
+    """`stored_count` blocks were readable when the put returned, by this put or before it.
+
+    Where blocks were DROPPED, `refusal` is why the daemon did not admit the first of them (FULL, DRAINING), or
+    `error` is what went wrong; both are None only when a reservation ended before its bytes were there.
+    """
 
     states: tuple[PutState, ...]
     stored_count: int
     error: KvstoreError | None = None
+    refusal: ReserveState | None = None
 
 
 def count_leading_hits(states: Iterable[BlockState]) -> int:
@@ -67,9 +72,11 @@ def get_result(states: Sequence[BlockState], *, error: KvstoreError | None) -> G
     return GetResult(states=tuple(states), matched_count=count_leading_hits(states), error=error)
 
 
-def put_result(states: Sequence[PutState], *, error: KvstoreError | None) -> PutResult:
+def put_result(
+    states: Sequence[PutState], *, error: KvstoreError | None, refusal: ReserveState | None = None
+) -> PutResult:
     stored_count = sum(state in (PutState.STORED, PutState.ALREADY_STORED) for state in states)
-    return PutResult(states=tuple(states), stored_count=stored_count, error=error)
+    return PutResult(states=tuple(states), stored_count=stored_count, error=error, refusal=refusal)
 
 
 def padded(states: Iterable[BlockState], block_count: int) -> list[BlockState]:

@@ -83,7 +83,9 @@ def serve(config_file: Path | None, ready_file: Path | None, as_json: bool, **fl
 
     configure_logs(config.log)
     for name in unknown_environment():
-        structlog.get_logger("kvstore.config").warning("unknown_setting", variable=name, hint="see `kvstore config`")
+        structlog.get_logger("kvstore.config").warning(
+            "unknown_setting", variable=name, hint="a setting is KVSTORE_SECTION__FIELD; see `kvstore config`"
+        )
 
     async def main() -> None:
         await Daemon(config).run(ready_file=ready_file)
@@ -110,6 +112,8 @@ def config(config_file: Path | None, as_json: bool, **flags: Any) -> None:
       kvstore serve --config kvstore.yaml
     """
     values = _load(config_file, flags).model_dump(mode="json")
+    for name in unknown_environment():
+        click.echo(f"Warning: ${name} is no setting; a setting is KVSTORE_SECTION__FIELD", err=True)
     if as_json:
         click.echo(json.dumps(values, indent=2))
         return

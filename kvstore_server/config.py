@@ -231,13 +231,15 @@ def _read_sections(file: Path) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise InvalidArgumentError(f"{file} holds no sections; `kvstore config` prints a valid file")
-    return {str(name): value for name, value in content.items() if value is not None}
+    # An unknown name stays, so that it is refused.
+    return {str(name): value for name, value in content.items() if value is not None or name not in Config.model_fields}
 
 
 def unknown_environment(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """`KVSTORE_…__…` variables that name no field: most likely typing errors.
+    """Variables that look like settings and are none: most likely typing errors.
 
-    Names without the double underscore belong to the client, or are Kubernetes' service links.
+    That is a `KVSTORE_…__…` that names no field, and a field's name with single underscores, unless its value
+    is one that Kubernetes sets for a Service called `kvstore-grpc` or the like. Other names are not ours to judge.
     """
     known = {
         f"{ENV_PREFIX}{section}{ENV_DELIMITER}{field}".upper()
@@ -245,10 +247,13 @@ def unknown_environment(environment: Mapping[str, str] = os.environ) -> list[str
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
         for field in info.annotation.model_fields
     }
+    lookalikes = {name.replace(ENV_DELIMITER, "_") for name in known}
     return sorted(
         name
-        for name in environment
-        if name.startswith(ENV_PREFIX) and ENV_DELIMITER in name.removeprefix(ENV_PREFIX) and name.upper() not in known
+        for name, value in environment.items()
+        if name.startswith(ENV_PREFIX)
+        and name.upper() not in known
+        and (ENV_DELIMITER in name or (name.upper() in lookalikes and not value.startswith("tcp://")))
     )
 
 
@@ -256,7 +261,9 @@ def _explain(error: ValidationError) -> list[str]:
     lines = []
     for detail in error.errors():
         field = ".".join(str(part) for part in detail["loc"]) or "configuration"
-        message = detail["msg"].removeprefix("Value error, ")
+        message = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+        if detail["type"] in ("model_type", "model_attributes_type"):
+            message = "a section, with its settings indented below it"
         if detail["type"] == "extra_forbidden":
             lines.append(f"{field} is not a setting; see `kvstore config` for all of them")
         elif isinstance(detail["input"], dict | BaseModel):

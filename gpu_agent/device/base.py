@@ -30,6 +30,10 @@ class Device(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def memory_bytes(self) -> int:
+        """All that the device has, used or not; no pool can be larger."""
+
     def allocate_pool(self, *, slot_count: int, block_bytes: int) -> Tensor:
         """One allocation, made once; raises `CapacityError` when the device has no room for it."""
 

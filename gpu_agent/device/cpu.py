@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -55,6 +56,10 @@ class CpuDevice:
     @property
     def name(self) -> str:
         return "cpu"
+
+    @property
+    def memory_bytes(self) -> int:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def allocate_pool(self, *, slot_count: int, block_bytes: int) -> Tensor:
         return _allocate(slot_count, block_bytes)

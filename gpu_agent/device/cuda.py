@@ -34,16 +34,19 @@ class CudaDevice:
     """Copies run on one stream of their own, row by row through the copy engines, using no SM and no VRAM."""
 
     def __init__(self, *, index: int) -> None:
-        if index >= torch.cuda.device_count():
-            raise InvalidArgumentError.of(
-                "device", f"cuda:{index}", f"one of the {torch.cuda.device_count()} CUDA devices that torch sees"
-            )
+        count = torch.cuda.device_count()
+        if index >= count:
+            raise InvalidArgumentError.of("device", f"cuda:{index}", _allowed(count))
         self._device = torch.device("cuda", index)
         self._stream = torch.cuda.Stream(device=self._device)  # type: ignore[no-untyped-call]
 
     @property
     def name(self) -> str:
         return str(self._device)
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(torch.cuda.get_device_properties(self._device).total_memory)
 
     def allocate_pool(self, *, slot_count: int, block_bytes: int) -> Tensor:
         try:
@@ -90,3 +93,10 @@ class CudaDevice:
 
     def close(self) -> None:
         self._stream.synchronize()
+
+
+def _allowed(device_count: int) -> str:
+    if device_count == 0:
+        why = "torch sees no CUDA device here" if torch.version.cuda else "this build of torch is without CUDA"
+        return f"cpu; there is no CUDA device: {why}"
+    return ", ".join(("cpu", *(f"cuda:{index}" for index in range(device_count))))

@@ -17,6 +17,7 @@ from kvstore_client.flows.batches import data_batches
 from kvstore_client.flows.steps import Flow, call, write
 from kvstore_client.results import PutResult, PutState, put_result
 
+_REFUSALS = frozenset({int(ReserveState.FULL), int(ReserveState.DRAINING)})
 _PUT_STATES = {int(ReserveState.STORED): PutState.ALREADY_STORED, int(ReserveState.PENDING): PutState.PENDING}
 
 
@@ -32,6 +33,7 @@ def put(
     """Reserves, writes and commits batch by batch. Stops where the chain breaks: what follows could not be found."""
     states: list[PutState] = []
     failure: KvstoreError | None = None
+    refusal: ReserveState | None = None
     for batch in data_batches(scope.config, namespace, block_count=len(hashes)):
         parent = hashes[batch.start - 1] if batch.start else parent_hash
         transfer = _Transfer(namespace=namespace, hashes=hashes[batch], blocks=blocks[batch], owner_id=owner_id)
@@ -40,10 +42,11 @@ def put(
         except KvstoreError as error:
             failure = error
         states += transfer.states
+        refusal = transfer.refusal
         if failure is not None or states[-1] is PutState.DROPPED:
             break
     states += [PutState.DROPPED] * (len(hashes) - len(states))
-    return put_result(states, error=failure)
+    return put_result(states, error=failure, refusal=refusal)
 
 
 class _Transfer:
@@ -56,6 +59,7 @@ class _Transfer:
         self.hashes = hashes
         self.owner_id = owner_id
         self.states = [PutState.DROPPED] * len(hashes)
+        self.refusal: ReserveState | None = None
         self._blocks = blocks
         self._reserved: list[tuple[int, ReservationId]] = []
 
@@ -79,6 +83,8 @@ class _Transfer:
             if (number == ReserveState.RESERVED) != (response.reservation_ids[index] is not None):
                 raise ProtocolError(f"block {index} has reserve state {number} and contradicts its reservation")
             self.states[index] = _PUT_STATES.get(number, PutState.DROPPED)
+            if self.refusal is None and number in _REFUSALS:
+                self.refusal = ReserveState(number)
 
     def note_committed(self, response: m.CommitBlocksResponse) -> None:
         if len(response.commit_states) != len(self._reserved):

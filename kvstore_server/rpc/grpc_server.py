@@ -58,7 +58,7 @@ class GrpcServer:
         try:
             return int(self._server.add_insecure_port(address))
         except RuntimeError as error:
-            raise OSError(f"cannot listen on {address}: {error}") from error
+            raise OSError("gRPC cannot have it") from error
 
     async def start(self) -> None:
         await self._server.start()

@@ -85,6 +85,7 @@ class StoreService:
             corrupt_count=counters.corrupt_on_commit_count + counters.corrupt_in_memory_count,
             sent_count=counters.sent_count,
             unsent_count=counters.unsent_count,
+            refused_count=counters.refused_full_count + counters.refused_draining_count,
             uptime_s=self._clock() - self._started_s,
             namespaces=namespaces,
         )

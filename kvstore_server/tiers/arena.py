@@ -31,7 +31,7 @@ class Arena:
         self._array: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
 
     def prefault(self, slab: SlabId) -> None:
-        """Faults one slab's pages in; blocks for about a second per GiB and releases the GIL."""
+        """Faults one slab's pages in; blocks for a second or more per GiB and releases the GIL."""
         start = self._array.ctypes.data + slab * self._slab_bytes
         ctypes.memset(start, 0, self._slab_bytes)
 

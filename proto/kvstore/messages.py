@@ -112,6 +112,7 @@ class StoreStats:
     corrupt_count: int
     sent_count: int
     unsent_count: int
+    refused_count: int
     uptime_s: float
     namespaces: tuple[NamespaceStats, ...]
 

@@ -100,6 +100,7 @@ _STATS = (
     "corrupt_count",
     "sent_count",
     "unsent_count",
+    "refused_count",
 )
 _NAMESPACE_STATS = ("namespace_id", "model", "slot_bytes", "block_count", "used_bytes")
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import click
+import grpc
 import pytest
 
 from kvstore import __version__, wire
 from kvstore.errors import CapacityError
 from kvstore_client import cli
 from tests.client.fake_daemon import FakeDaemon
+from tests.conftest import DaemonProcess
 
 
 def run(*arguments: str) -> int:
@@ -107,7 +110,7 @@ def test_a_command_whose_extra_is_missing_says_what_to_install(
     assert run("agent", "--help") == 1
     message = capsys.readouterr().err
     assert "needs torch" in message
-    assert "pip install 'kvstore[agent]'" in message
+    assert "pip install '.[agent]'" in message
 
 
 def test_an_operating_error_of_any_command_is_one_line(
@@ -133,3 +136,27 @@ def test_durations_are_readable(seconds: float, shown: str) -> None:
 )
 def test_sizes_are_readable(size_bytes: int, shown: str) -> None:
     assert cli._size(size_bytes) == shown
+
+
+def test_a_paused_daemon_is_called_hung_and_not_absent(
+    daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon.pause()
+    try:
+        assert run("ping", "--address", daemon.address, "--timeout", "4") == 1
+    finally:
+        daemon.resume()
+    said = capsys.readouterr().err
+    assert "hung or overloaded" in said or "hung, overloaded" in said
+    assert "kvstore serve" not in said
+
+
+def test_an_address_that_is_no_store_is_said_to_be_none(capsys: pytest.CaptureFixture[str]) -> None:
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        assert run("ping", "--address", f"127.0.0.1:{port}") == 1
+    finally:
+        server.stop(0)
+    assert "is no store daemon" in capsys.readouterr().err

@@ -368,6 +368,7 @@ def test_a_put_stops_where_its_chain_ends(state: ReserveState) -> None:
     assert names(steps) == ["ReserveBlocks", "WriteBlocks", "CommitBlocks"]
     assert result.states == (PutState.STORED, *[PutState.DROPPED] * 5)
     assert result.error is None
+    assert result.refusal == (None if state is ReserveState.ORPHAN else state)
 
 
 def test_each_batch_names_the_block_before_it() -> None:

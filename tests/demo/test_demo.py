@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -12,10 +13,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from click.testing import CliRunner
 
 pytest.importorskip("torch", reason="needs the [demo] extra")
 transformers = pytest.importorskip("transformers", reason="needs the [demo] extra")
 
+from gpu_agent.demo.cli import demo  # noqa: E402
 from tests.transformers.conftest import build_model  # noqa: E402
 
 
@@ -55,6 +58,16 @@ def test_the_demo_keeps_its_promises_on_any_model(folder: Path) -> None:
     assert [stage["identical_output"] for stage in result["stages"]] == [True] * 4
 
 
+def test_what_is_not_installed_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("torch", "gguf") else found(name))
+    ended = CliRunner().invoke(demo, [])
+    assert ended.exit_code == 1
+    assert "the demo needs torch, gguf, not installed here" in ended.output
+    assert "Traceback" not in ended.output
+    assert "needs torch, not installed" in CliRunner().invoke(demo, ["--model", "any"]).output
+
+
 def is_daemon(process: psutil.Process) -> bool:
     try:
         return "serve" in process.cmdline()
@@ -63,7 +76,7 @@ def is_daemon(process: psutil.Process) -> bool:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_demo_that_is_stopped_leaves_no_process(folder: Path, number: signal.Signals) -> None:
     process = subprocess.Popen(demo_command(folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

@@ -112,6 +112,10 @@ def test_an_unknown_section_in_the_environment_is_listed() -> None:
     assert unknown_environment(environment) == ["KVSTORE_MEMROY__CAPACITY"]
 
 
+def test_a_setting_spelt_with_single_underscores_is_listed() -> None:
+    assert unknown_environment({"KVSTORE_MEMORY_CAPACITY": "8GiB"}) == ["KVSTORE_MEMORY_CAPACITY"]
+
+
 def test_service_links_of_kubernetes_do_not_disturb(load: Load) -> None:
     """A service named kvstore, or kvstore-grpc, puts such variables into every pod of its Kubernetes namespace."""
     links = {
@@ -147,7 +151,9 @@ def test_a_file_that_says_nothing_changes_nothing(load: Load, text: str) -> None
         ("hello\n", "holds no sections"),
         ("a: [b\n", r"kvstore\.yaml is not YAML.*line 1"),
         ("\0", r"kvstore\.yaml is not YAML"),
-        ("memory: 5\n", "memory is 5"),
+        ("memory: 5\n", "memory is 5; allowed: a section"),
+        ("memroy:\n", "memroy is not a setting"),
+        ("grpc: {port: 70000}\n", "grpc.port is 70000; allowed: less than or equal to 65535"),
         ("1: 2\n", "1 is not a setting"),
         ("!!python/object/apply:os.system ['true']\n", "is not YAML"),
     ],

@@ -99,7 +99,7 @@ class GetStoreStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStoreStatsResponse(_message.Message):
-    __slots__ = ("capacity_bytes", "ready_bytes", "used_bytes", "block_count", "reservation_count", "lease_count", "namespace_count", "hit_count", "miss_count", "pending_count", "committed_count", "evicted_count", "read_bytes", "written_bytes", "corrupt_count", "uptime_duration", "namespaces", "sent_count", "unsent_count")
+    __slots__ = ("capacity_bytes", "ready_bytes", "used_bytes", "block_count", "reservation_count", "lease_count", "namespace_count", "hit_count", "miss_count", "pending_count", "committed_count", "evicted_count", "read_bytes", "written_bytes", "corrupt_count", "uptime_duration", "namespaces", "sent_count", "unsent_count", "refused_count")
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     READY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +119,7 @@ class GetStoreStatsResponse(_message.Message):
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     SENT_COUNT_FIELD_NUMBER: _ClassVar[int]
     UNSENT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_COUNT_FIELD_NUMBER: _ClassVar[int]
     capacity_bytes: int
     ready_bytes: int
     used_bytes: int
@@ -138,7 +139,8 @@ class GetStoreStatsResponse(_message.Message):
     namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceStats]
     sent_count: int
     unsent_count: int
-    def __init__(self, capacity_bytes: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., block_count: _Optional[int] = ..., reservation_count: _Optional[int] = ..., lease_count: _Optional[int] = ..., namespace_count: _Optional[int] = ..., hit_count: _Optional[int] = ..., miss_count: _Optional[int] = ..., pending_count: _Optional[int] = ..., committed_count: _Optional[int] = ..., evicted_count: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., corrupt_count: _Optional[int] = ..., uptime_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., sent_count: _Optional[int] = ..., unsent_count: _Optional[int] = ...) -> None: ...
+    refused_count: int
+    def __init__(self, capacity_bytes: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., block_count: _Optional[int] = ..., reservation_count: _Optional[int] = ..., lease_count: _Optional[int] = ..., namespace_count: _Optional[int] = ..., hit_count: _Optional[int] = ..., miss_count: _Optional[int] = ..., pending_count: _Optional[int] = ..., committed_count: _Optional[int] = ..., evicted_count: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., corrupt_count: _Optional[int] = ..., uptime_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., sent_count: _Optional[int] = ..., unsent_count: _Optional[int] = ..., refused_count: _Optional[int] = ...) -> None: ...
 
 class NamespaceStats(_message.Message):
     __slots__ = ("namespace_id", "model", "slot_bytes", "block_count", "used_bytes")

@@ -44,8 +44,8 @@ grpc:
   port: 7450
 ```
 
-A size is a number of bytes, or one with a unit: `512MiB`, `8GiB`, `1000000`. An unknown setting in the file is
-an error; an unknown variable is a warning in the log.
+A size is a number of bytes, or one with a unit: `512MiB`, `8GiB`, `1000000`. An unknown setting in the file, or in
+a variable of a known section, is an error; other variables that look like settings are warned about.
 {daemon}
 
 ## Client
@@ -67,8 +67,8 @@ METRICS_PAGE = """\
 # Metrics
 
 In Prometheus' text format. The daemon serves its own at `/metrics` of `metrics.host`:`metrics.port`
-(default `127.0.0.1:7451`). `kvstore agent` serves the agent's at `/metrics` of `127.0.0.1:7453` (`--metrics-port`),
-once a namespace is open. An agent inside an engine serves nothing: `gpu_agent.metrics.agent_registry(agent.snapshot)`
+(default `127.0.0.1:7451`). `kvstore agent` serves the agent's at `/metrics` of `127.0.0.1:7453` (`--metrics-port`).
+An agent inside an engine serves nothing: `gpu_agent.metrics.agent_registry(agent.snapshot)`
 is a registry for the engine to serve, apart from its own.
 
 ## Daemon

@@ -1,6 +1,6 @@
 """Reuse a prompt's prefix with Hugging Face transformers. Run `kvstore serve` first, then this twice.
 
-    pip install 'kvstore[transformers]'
+    pip install '.[transformers]'     # in a checkout of this project
     python examples/transformers_prefix.py Qwen/Qwen3-0.6B
 
 The second run, though another process, restores the document instead of computing it.
@@ -33,8 +33,11 @@ def main(name: str, document: Path) -> None:
         ids = torch.cat([input_ids, prefill.logits.argmax(-1, keepdim=True)], dim=1)
         output = model.generate(ids, max_new_tokens=31, **{prefixes.cache_argument: prefill.cache})
         print(tokenizer.decode(output[0, input_ids.shape[1] :]))
-        print(f"{prefill.offloaded.result().stored_count} new blocks stored")
+        offloaded = prefill.offloaded.result()
+        print(f"{offloaded.stored_count} of {len(offloaded.states)} computed blocks are in the store now")
 
 
 if __name__ == "__main__":
+    if len(sys.argv) not in (2, 3):
+        sys.exit("usage: transformers_prefix.py MODEL [DOCUMENT]\nMODEL: a Hugging Face name or folder")
     main(sys.argv[1], Path(sys.argv[2] if len(sys.argv) > 2 else __file__).resolve())

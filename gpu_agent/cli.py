@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +11,20 @@ import click
 
 from kvstore.errors import DeadlineExceededError, InvalidArgumentError, KvstoreError, UnavailableError
 from kvstore.messages import AgentStatus
-
-_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4,
-          "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}  # fmt: skip
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
+from kvstore_client.sizes import parse_size
 
 
-def _size_bytes(text: str) -> int:
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise click.BadParameter(f"{text!r} is no size; allowed: such as 512MiB, 8GiB or 1000000")
-    number, unit = match.groups()
-    return int(float(number) * _UNITS[(unit or "").lower()])
+def _size_bytes(context: click.Context, parameter: click.Parameter, value: str) -> int:
+    try:
+        return parse_size(value, field=parameter.opts[0])
+    except InvalidArgumentError as error:
+        raise click.UsageError(str(error), context) from error
 
 
 _PORT = click.IntRange(0, 65535)
 _SERVE_OPTIONS = (
     click.option(
-        "--vram-capacity", type=_size_bytes, metavar="SIZE", default="1GiB", show_default=True,
+        "--vram-capacity", callback=_size_bytes, metavar="SIZE", default="1GiB", show_default=True,
         envvar="KVSTORE_AGENT_VRAM_CAPACITY", show_envvar=True, help="Bytes of VRAM for blocks. A hard cap.",
     ),
     click.option(
@@ -44,6 +39,14 @@ _SERVE_OPTIONS = (
     click.option(
         "--drain", "drain_s", type=click.FloatRange(min=0), default=10.0, show_default=True, metavar="SECONDS",
         help="Time after SIGTERM to copy the pool to the daemon.",
+    ),
+    click.option(
+        "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True,
+        help="Least severity that is written.",
+    ),
+    click.option(
+        "--log-format", type=click.Choice(["auto", "console", "json"]), default="auto", show_default=True,
+        help="auto: console on a terminal, json otherwise.",
     ),
     click.option(
         "--ready-file", type=click.Path(path_type=Path, dir_okay=False),
@@ -75,8 +78,21 @@ def agent(context: click.Context, /, **flags: Any) -> None:
       kvstore agent serve --grpc-port 0 --ready-file /run/kvstore-agent.json
       kvstore agent status --json
     """
-    if context.invoked_subcommand is None:
+    subcommand = context.invoked_subcommand
+    if subcommand is None:
         _serve(**flags)
+        return
+    misplaced = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.name is not None
+        and context.get_parameter_source(parameter.name) is click.core.ParameterSource.COMMANDLINE
+    ]
+    if misplaced:
+        raise click.UsageError(
+            f"{', '.join(misplaced)} before `{subcommand}` would have no effect; options go behind it: "
+            f"`kvstore agent {subcommand} {misplaced[0]} ...`"
+        )
 
 
 @agent.command()
@@ -88,8 +104,10 @@ def serve(**flags: Any) -> None:
 
 @agent.command()
 @click.option(
-    "--address", metavar="ADDRESS", help="The agent: host:port or unix:/path. Found by itself when not given."
-)
+    "--address", metavar="ADDRESS",
+    help="The agent: host:port or unix:/path.  "
+    "[default: $KVSTORE_AGENT_ADDRESS, else this node's unix socket, else 127.0.0.1:7452]",
+)  # fmt: skip
 @click.option("--json", "is_json", is_flag=True, help="Print one JSON object, for scripts.")
 @click.option("--timeout", "timeout_s", default=2.0, show_default=True, metavar="SECONDS",
               type=click.FloatRange(min=0, min_open=True), help="Longest wait for an answer.")  # fmt: skip
@@ -111,10 +129,11 @@ def status(address: str | None, *, is_json: bool, timeout_s: float) -> None:
         raise click.UsageError(str(error)) from error
     except (UnavailableError, DeadlineExceededError) as error:
         raise click.ClickException(
-            f"{error}\nIs an agent running? Start one with `kvstore agent`, or name it with --address."
+            f"{error}\nIs an agent running? Start one with `kvstore agent`, or name it with --address or "
+            "$KVSTORE_AGENT_ADDRESS."
         ) from error
     except KvstoreError as error:
-        raise click.ClickException(str(error)) from error
+        raise click.ClickException(f"{used_address}: {error}") from error
     if is_json:
         click.echo(json.dumps(dataclasses.asdict(found) | {"address": used_address}))
     else:
@@ -122,16 +141,22 @@ def status(address: str | None, *, is_json: bool, timeout_s: float) -> None:
 
 
 def _serve(*, vram_capacity: int, device: str, store_address: str | None, socket_path: str | None, grpc_host: str,
-           grpc_port: int, metrics_port: int, drain_s: float, ready_file: Path | None) -> None:  # fmt: skip
+           grpc_port: int, metrics_port: int, drain_s: float, ready_file: Path | None,
+           log_level: str, log_format: str) -> None:  # fmt: skip
+    from kvstore_client.hosting import open_standard_files
+
+    open_standard_files()
     try:
-        from gpu_agent.sidecar import Sidecar, SidecarConfig, configure_logs
+        from gpu_agent.sidecar import Sidecar, SidecarConfig
     except ModuleNotFoundError as error:
         raise click.ClickException(
-            f"`kvstore agent` needs {error.name}, which is not installed. Install it with: pip install 'kvstore[agent]'"
+            f"`kvstore agent` needs {error.name}, which is not installed. "
+            "In a checkout of this project: pip install '.[agent]'"
         ) from error
     from gpu_agent.config import AgentConfig
+    from kvstore_client.logs import configure_logs
 
-    configure_logs()
+    configure_logs(level=log_level, log_format=log_format)
     try:
         sidecar = Sidecar(
             SidecarConfig(

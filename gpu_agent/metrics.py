@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from gpu_agent.counters import Counters
 from kvstore.messages import AgentStatus
+from kvstore_client.logs import dropped_line_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +149,11 @@ METRICS: tuple[MetricSpec, ...] = (
         name="kvstore_agent_stall_seconds_total",
         help="Time that the engine waited for room.",
         read=lambda s: s.counters.stall_s,
+    ),
+    MetricSpec(
+        name="kvstore_agent_log_lines_dropped_total",
+        help="Log lines that could not be written: nobody reads stderr, or its disk is full.",
+        read=lambda _: dropped_line_count(),
     ),
 )
 

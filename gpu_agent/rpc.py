@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from gpu_agent.service import AgentService
+from gpu_agent.streams import StreamGate
 from kvstore import wire
 from kvstore.errors import REASON_METADATA_KEY, InternalError, KvstoreError
 from kvstore.messages import FRAME_DATA_BYTES_MAX
@@ -21,10 +21,14 @@ from kvstore.wire import Method
 
 _log = structlog.get_logger("kvstore.agent")
 
-_WORKER_COUNT = 16
-"""Calls served at a time. Most wait for their turn at the pool, so that health and status find a worker free."""
-_STREAM_S_MAX = 120.0
-"""Longest life of a call; a peer that stalls is cut off and its worker is free again."""
+_STREAM_COUNT_MAX = 16
+"""Data streams at a time; each has a worker for as long as it lives, which is up to its peer. More are refused."""
+_WORKER_COUNT = _STREAM_COUNT_MAX + 8
+"""Calls served at a time: all streams, and health, status and other short calls beside them."""
+_STREAM_IDLE_S_MAX = 5.0
+"""Longest wait for a peer to send or to take a frame; one that stalls is cut off and its worker is free again."""
+_STREAM_AGE_S_MAX = 120.0
+"""Longest life of a stream, also of one whose peer moves a frame now and then."""
 _MESSAGE_BYTES_MAX = FRAME_DATA_BYTES_MAX + (2 << 20)
 """A frame, or a request of 65,536 hashes (2 MiB), with room for its header."""
 _OPTIONS: list[tuple[str, int]] = [
@@ -46,8 +50,11 @@ _Response = TypeVar("_Response")
 class AgentServer:
     """A gRPC server with the agent, health and reflection services."""
 
-    def __init__(self, service: AgentService, *, on_bug: OnBug) -> None:
+    def __init__(self, service: AgentService, *, on_bug: OnBug, stream_idle_s_max: float = _STREAM_IDLE_S_MAX) -> None:
         self._on_bug = on_bug
+        self._streams = StreamGate(
+            count_max=_STREAM_COUNT_MAX, idle_s_max=stream_idle_s_max, age_s_max=_STREAM_AGE_S_MAX
+        )
         self._workers = ThreadPoolExecutor(_WORKER_COUNT, thread_name_prefix="kvstore-agent-rpc")
         self._server = grpc.server(self._workers, options=_OPTIONS)
         self._server.add_generic_rpc_handlers((self._handlers(service),))
@@ -64,6 +71,7 @@ class AgentServer:
             raise OSError("gRPC cannot have it") from error
 
     def start(self) -> None:
+        self._streams.start()
         self._server.start()
 
     def set_serving(self, is_serving: bool) -> None:
@@ -75,6 +83,7 @@ class AgentServer:
     def stop(self, *, grace_s: float) -> None:
         """Takes no new calls, lets running ones finish for so long, then cuts them off."""
         self._server.stop(grace_s).wait()
+        self._streams.stop()
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     def _handlers(self, service: AgentService) -> grpc.GenericRpcHandler:
@@ -100,8 +109,8 @@ class AgentServer:
         self, method: Method[_Request, _Response], handle: Callable[[Iterator[_Request]], _Response]
     ) -> grpc.RpcMethodHandler[bytes, bytes]:
         def call(messages: Iterator[bytes], context: Context) -> bytes:
-            with self._answering(context, method.name):
-                return method.encode_response(handle(map(method.decode_request, messages)))
+            with self._answering(context, method.name), self._streams.admitted(context.cancel) as stream:
+                return method.encode_response(handle(map(method.decode_request, stream.received(messages))))
 
         return grpc.stream_unary_rpc_method_handler(call)
 
@@ -109,17 +118,14 @@ class AgentServer:
         self, method: Method[_Request, _Response], handle: Callable[[_Request], Iterator[_Response]]
     ) -> grpc.RpcMethodHandler[bytes, bytes]:
         def call(data: bytes, context: Context) -> Iterator[bytes]:
-            with self._answering(context, method.name):
-                yield from map(method.encode_response, handle(method.decode_request(data)))
+            with self._answering(context, method.name), self._streams.admitted(context.cancel) as stream:
+                yield from stream.sent(map(method.encode_response, handle(method.decode_request(data))))
 
         return grpc.unary_stream_rpc_method_handler(call)
 
     @contextmanager
     def _answering(self, context: Context, name: str) -> Iterator[None]:
-        """The one place where errors become status codes, where any exception is caught, and where calls end."""
-        too_old = threading.Timer(_STREAM_S_MAX, context.cancel)
-        too_old.daemon = True
-        too_old.start()
+        """The one place where errors become status codes, and where any exception is caught."""
         try:
             yield
         except KvstoreError as error:
@@ -127,14 +133,12 @@ class AgentServer:
         except grpc.RpcError:
             raise  # the call is over: the peer has gone
         except AssertionError as error:
-            _log.exception("bug", method=name)
             self._on_bug(error)
+            _log.exception("bug", method=name)
             _abort(context, InternalError(f"the agent met a bug in {name} and stops: {error}"))
         except Exception as error:  # noqa: BLE001  (a bug must not take the agent's other callers down)
             _log.exception("rpc_failed", method=name)
             _abort(context, InternalError(f"{type(error).__name__} in {name}; see the agent's log"))
-        finally:
-            too_old.cancel()
 
 
 def _abort(context: Context, error: KvstoreError) -> None:

@@ -109,7 +109,7 @@ class Sidecar:
         except OSError as error:
             raise UnavailableError(
                 f"cannot serve metrics on {host}:{port}: {error.strerror}; "
-                "free it, or choose --metrics-port (0: any free port)"
+                "free it, or set --metrics-port (0: any free port)"
             ) from error
         parts.callback(thread.join)
         parts.callback(server.server_close)

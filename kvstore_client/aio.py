@@ -28,13 +28,19 @@ from kvstore_client.results import GetResult, LookupResult, PutResult
 
 _Result = TypeVar("_Result")
 
+_CHECKSUM_BYTES_MAX = 2 << 20
+"""Bytes whose checksums are taken on the loop, within a millisecond; a thread costs about a tenth of one."""
+_CLEAN_UP_S = 2.0
+"""Seconds that giving reservations back may take after a put was cancelled; later they expire by themselves."""
+
 
 class AsyncClient:
     """`Client` for asyncio, with the same promises, for many tasks of one event loop.
 
     It may be made anywhere and connects in the loop that first uses it; used in another loop later, it connects
     anew there. Verifying and copying a block happen on the loop, under a millisecond for 2 MiB. A cancelled
-    call is cancelled at the daemon, too; what it may have leased or reserved there expires.
+    call ends at once and is cancelled at the daemon, too. What a cancelled put has reserved there is given back in
+    the background; what a cancelled acquire may have leased expires.
     """
 
     def __init__(self, address: str | None = None, *, config: ClientConfig = ClientConfig()) -> None:  # noqa: B008
@@ -42,6 +48,7 @@ class AsyncClient:
         self._config = config
         self._scope = Scope(config=config, attachment=Attachment())
         self._transport = _Transport(self.address, config=config)
+        self._clean_ups: set[asyncio.Task[None]] = set()
 
     async def info(self) -> StoreInfo:
         """See `Client.info`."""
@@ -90,7 +97,11 @@ class AsyncClient:
         *,
         parent_hash: BlockHash | None = None,
     ) -> PutResult:
-        """See `Client.put`."""
+        """See `Client.put`: the memory must be left alone from the call on until its end, cancelled or not.
+
+        Checksums of more than 2 MiB are taken in a thread, which keeps the memory alive, but does nothing to it,
+        for a moment after a cancellation.
+        """
         check_blocks(namespace, hashes, is_distinct=True)
         check_parent_hash(parent_hash)
         views = block_views(
@@ -100,18 +111,30 @@ class AsyncClient:
             field="blocks",
             is_writable=False,
         )
+        if sum(map(len, views)) > _CHECKSUM_BYTES_MAX:
+            checksums = await asyncio.to_thread(store.checksum_blocks, views)
+        else:
+            checksums = store.checksum_blocks(views)
         flow = store.put(
             self._scope,
             namespace=namespace,
             hashes=hashes,
             blocks=views,
+            checksums=checksums,
             parent_hash=parent_hash,
             owner_id=new_owner_id(),
         )
         return await self._run(flow)
 
     async def aclose(self) -> None:
-        """Ends calls under way in other tasks as misses; later ones are misses at once."""
+        """Ends calls under way in other tasks as misses; later ones are misses at once.
+
+        First it waits, for 2 seconds at most, until cancelled puts have given their reservations back.
+        """
+        loop = asyncio.get_running_loop()
+        clean_ups = [task for task in self._clean_ups if task.get_loop() is loop]
+        if clean_ups:
+            await asyncio.wait(clean_ups, timeout=_CLEAN_UP_S)
         await self._transport.aclose()
 
     async def __aenter__(self) -> AsyncClient:
@@ -123,17 +146,43 @@ class AsyncClient:
         await self.aclose()
 
     async def _run(self, flow: Flow[_Result]) -> _Result:
+        owed: asyncio.Task[object] | None = None
         try:
             step = next(flow)
             while True:
-                try:
-                    outcome = await self._transport.carry_out(step)
-                except KvstoreError as error:
-                    step = flow.throw(error)
+                if isinstance(step, Call) and step.is_owed:
+                    owed = asyncio.create_task(self._attempt(step))
+                    outcome = await asyncio.shield(owed)
+                    owed = None
                 else:
-                    step = flow.send(outcome)
+                    outcome = await self._attempt(step)
+                step = _resume(flow, outcome)
         except StopIteration as end:
             return cast("_Result", end.value)
+        except asyncio.CancelledError:
+            task = asyncio.create_task(self._clean_up(flow, owed=owed))
+            self._clean_ups.add(task)
+            task.add_done_callback(self._clean_ups.discard)
+            raise
+
+    async def _attempt(self, step: Step) -> object:
+        """The step's outcome, or its error."""
+        try:
+            return await self._transport.carry_out(step)
+        except KvstoreError as error:
+            return error
+
+    async def _clean_up(self, flow: Flow[Any], *, owed: asyncio.Task[object] | None) -> None:
+        """Ends a cancelled flow as if the step it had reached had failed; what it does then is cleaning up."""
+        try:
+            async with asyncio.timeout(_CLEAN_UP_S):
+                if owed is not None:
+                    _resume(flow, await owed)
+                step = _resume(flow, KvstoreError("the call was cancelled"))
+                while True:
+                    step = _resume(flow, await self._attempt(step))
+        except (StopIteration, KvstoreError, TimeoutError):
+            return
 
 
 class AsyncLease:
@@ -177,6 +226,10 @@ class AsyncLease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.release()
+
+
+def _resume(flow: Flow[Any], outcome: object) -> Step:
+    return flow.throw(outcome) if isinstance(outcome, KvstoreError) else flow.send(outcome)
 
 
 class _Transport:

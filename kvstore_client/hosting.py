@@ -5,13 +5,17 @@ from __future__ import annotations
 import errno
 import ipaddress
 import json
+import os
 import socket
 import stat
+import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import structlog
 
 from kvstore.errors import UnavailableError
 from kvstore_client.address import parse_address
@@ -21,6 +25,8 @@ LOOPBACK_ALLOWED = (
 )
 _PROBE_TIMEOUT_S = 2.0
 """How long another process may take to accept a connection on its socket; the kernel does it at once."""
+
+_log = structlog.get_logger("kvstore.hosting")
 
 Parts = ExitStack | AsyncExitStack
 """What a process takes down when it stops, last in first out."""
@@ -47,6 +53,16 @@ class Addresses:
     unix_address: str | None
     metrics_address: str
     pid: int
+
+
+def open_standard_files() -> None:
+    """Puts /dev/null where stdin, stdout or stderr is closed, or the next socket gets that number and their text.
+
+    To be called before the process opens anything.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
 
 
 def is_loopback(host: str) -> bool:
@@ -92,7 +108,10 @@ def listen_unix(bind: Bind, path: Path, *, role: Role, parts: Parts) -> str:
 
 
 def announce(addresses: Addresses, ready_file: Path | None, parts: Parts) -> None:
-    """The ready file, which appears whole or not at all, and then the same on stdout as one line."""
+    """The ready file, which appears whole or not at all, and then the same on stdout as one line.
+
+    A stdout that cannot be written stops nothing: the process serves, and the log says so.
+    """
     line = json.dumps(asdict(addresses))
     if ready_file is not None:
         try:
@@ -100,7 +119,13 @@ def announce(addresses: Addresses, ready_file: Path | None, parts: Parts) -> Non
         except OSError as error:
             raise UnavailableError(f"cannot write the ready file {ready_file}: {error.strerror}") from error
         remove_at_exit(ready_file, parts)
-    print(line, flush=True)  # noqa: T201  (this is the command's output)
+    try:
+        print(line, flush=True)  # noqa: T201  (this is the command's output)
+    except OSError as error:
+        _log.warning(
+            "stdout_unwritable", reason=error.strerror, ready_file=None if ready_file is None else str(ready_file)
+        )
+        _give_up_stdout()
 
 
 def remove_at_exit(path: Path, parts: Parts) -> None:
@@ -120,6 +145,13 @@ def remove_at_exit(path: Path, parts: Parts) -> None:
             path.unlink(missing_ok=True)
 
     parts.callback(remove)
+
+
+def _give_up_stdout() -> None:
+    """What could not be written stays in its buffer, and would fail again, as the exit code, when the process ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _check_bindable(host: str, port: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from kvstore.errors import InvalidArgumentError, KvstoreError
+from kvstore_client.hosting import open_standard_files
 from kvstore_server.config import Config, load_config, unknown_environment
 
 _FLAGS: tuple[tuple[str, str, str, type, str], ...] = (
@@ -71,6 +72,7 @@ def serve(config_file: Path | None, ready_file: Path | None, as_json: bool, **fl
       kvstore serve --grpc-port 0 --metrics-port 0 --ready-file /run/kvstore.json
       KVSTORE_MEMORY__CAPACITY=8GiB kvstore serve --config kvstore.yaml
     """
+    open_standard_files()
     if as_json:
         flags["log__format"] = "json"
     config = _load(config_file, flags)

@@ -6,9 +6,7 @@ command-line flags. docs/configuration.md is generated from this file.
 
 from __future__ import annotations
 
-import ipaddress
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -33,19 +31,21 @@ from pydantic_settings import (
 
 from kvstore.errors import InvalidArgumentError
 from kvstore_client.address import default_socket_path
+from kvstore_client.hosting import LOOPBACK_ALLOWED, is_loopback
+from kvstore_client.sizes import SIZE_ALLOWED, parse_size
 from kvstore_server.machine import memory_limit_bytes
 
 ENV_PREFIX = "KVSTORE_"
 ENV_DELIMITER = "__"
 
-_SIZE = re.compile(r"^\d+(\.\d+)?\s*([kmgtp]i?)?b?$", re.IGNORECASE | re.ASCII)
 
-
-def _check_size(value: object) -> object:
-    if not isinstance(value, int | float | str) or isinstance(value, bool) or not _SIZE.match(str(value).strip()):
-        raise ValueError("a size such as 512MiB, 8GiB or 1000000")
-    text = str(value).strip()
-    return f"{text}B" if text.endswith("i") else text  # Kubernetes writes 8Gi
+def _check_size(value: object) -> int:
+    if not isinstance(value, int | float | str) or isinstance(value, bool):
+        raise ValueError(SIZE_ALLOWED)  # noqa: TRY004  (pydantic turns ValueErrors into messages)
+    try:
+        return parse_size(str(value), field="size")
+    except InvalidArgumentError:
+        raise ValueError(SIZE_ALLOWED) from None
 
 
 Size = Annotated[ByteSize, BeforeValidator(_check_size)]
@@ -55,9 +55,13 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
+_OWN_BYTES = 96 << 20
+"""What the daemon needs beside its arena: measured 75 to 85 MiB, and some room."""
+
+
 def _default_capacity_bytes() -> ByteSize:
-    # A quarter leaves the engine, its page cache and its own host buffers the rest; never below 64 MiB.
-    return ByteSize(max(memory_limit_bytes() // 4, 64 << 20))
+    # A quarter leaves the engine, its page cache and its own host buffers the rest; never below 16 MiB.
+    return ByteSize(max(memory_limit_bytes() // 4, 16 << 20))
 
 
 class MemoryConfig(_Section):
@@ -94,24 +98,18 @@ class MemoryConfig(_Section):
                 f"allowed: 4096 bytes to the capacity, {int(self.capacity)}"
             )
         limit_bytes = memory_limit_bytes()
-        if self.capacity > limit_bytes:
+        if self.capacity + _OWN_BYTES > limit_bytes:
             raise ValueError(
-                f"capacity {self.capacity.human_readable()} is more than this machine or container may use "
-                f"({ByteSize(limit_bytes).human_readable()}); the kernel would kill the daemon"
+                f"capacity {self.capacity.human_readable()} and {ByteSize(_OWN_BYTES).human_readable()} for the daemon "
+                f"itself are more than this machine or container may use ({ByteSize(limit_bytes).human_readable()}); "
+                "the kernel would kill it"
             )
         return self
 
 
 def _check_host(host: str) -> str:
-    try:
-        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_loopback = False
-    if not is_loopback:
-        raise ValueError(
-            "a loopback address (127.0.0.1, ::1, localhost): there is no authentication yet, "
-            "so the daemon serves its own machine only"
-        )
+    if not is_loopback(host):
+        raise ValueError(LOOPBACK_ALLOWED)
     return host
 
 
@@ -128,7 +126,7 @@ class GrpcConfig(_Section):
     """TCP port; 0 takes a free one."""
     socket_path: Path | None = Field(default_factory=default_socket_path)
     """Unix socket for clients of this node, which find it by themselves; an empty string means none."""
-    stream_timeout_s: float = Field(default=120.0, gt=0)
+    stream_timeout_s: float = Field(default=120.0, gt=0, le=86_400)
     """Longest life of one data stream; a peer that stalls is cut off and its blocks are free again."""
     copy_threads: int = Field(default=2, ge=1, le=64)
     """Threads for copies and checksums; they release the interpreter, so more than the cores is useless."""
@@ -162,7 +160,7 @@ class LogConfig(_Section):
 class ShutdownConfig(_Section):
     """What SIGTERM does."""
 
-    grace_s: float = Field(default=10.0, ge=0)
+    grace_s: float = Field(default=10.0, ge=0, le=3_600)
     """How long running calls may go on after admission has stopped."""
 
 

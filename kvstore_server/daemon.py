@@ -154,10 +154,10 @@ class Daemon:
 
     def _on_stray_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """What ended a task that nobody waits for any more, such as a copy whose caller has gone."""
-        loop.default_exception_handler(context)
         error = context.get("exception")
         if isinstance(error, AssertionError):
             self._stop_because_of(error)
+        loop.default_exception_handler(context)
 
     def _stop_because_of(self, bug: AssertionError) -> None:
         self._bug = bug

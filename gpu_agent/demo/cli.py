@@ -10,7 +10,6 @@ import tempfile
 from pathlib import Path
 
 import click
-from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -18,6 +17,8 @@ from rich.table import Table
 from gpu_agent.demo.processes import DemoError
 from gpu_agent.demo.report import Report
 from gpu_agent.demo.stages import Settings, run_stages
+from kvstore.errors import InvalidArgumentError
+from kvstore_client.sizes import parse_size
 
 _EXPECTED_EVENTS = 19
 """Progress events of a run with a converted model; conversion has more, and the bar only waits for them."""
@@ -29,13 +30,11 @@ _HEADINGS = (
 )
 
 
-def _size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
-    if value is None:
-        return None
+def _size_bytes(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
     try:
-        return TypeAdapter(ByteSize).validate_python(value)
-    except ValidationError as error:
-        raise click.BadParameter(f"{value!r} is no size such as 24MiB") from error
+        return None if value is None else parse_size(value, field=parameter.opts[0])
+    except InvalidArgumentError as error:
+        raise click.UsageError(str(error), context) from error
 
 
 def _check_installed(*, needs_gguf: bool) -> None:
@@ -58,7 +57,9 @@ def _check_installed(*, needs_gguf: bool) -> None:
 @click.option("--prompt-tokens", default=1664, show_default=True, type=click.IntRange(min=256), help="Prompt length.")
 @click.option("--answer-tokens", default=32, show_default=True, type=click.IntRange(min=1), help="Answer length.")
 @click.option("--memory-capacity", default="1GiB", show_default=True, help="Memory of the demo's daemon.")
-@click.option("--vram-cap", callback=_size, help="Size of the agent's pool.  [default: 40 % of what the prompt needs]")
+@click.option(
+    "--vram-cap", callback=_size_bytes, help="Size of the agent's pool.  [default: 40 % of what the prompt needs]"
+)
 def demo(
     *,
     is_json: bool,

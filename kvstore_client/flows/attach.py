@@ -68,7 +68,7 @@ def attached(scope: Scope, namespace: Namespace, attempt: Callable[[], Flow[_Res
         if found.protocol_version != PROTOCOL_VERSION:
             raise ProtocolError(
                 f"the daemon (version {found.version}) speaks protocol {found.protocol_version}, "
-                f"this client {PROTOCOL_VERSION}: run the same major version of kvstore on both sides"
+                f"this client {PROTOCOL_VERSION}: run the same version of kvstore on both sides"
             )
         attachment.epoch = found.epoch
     try:

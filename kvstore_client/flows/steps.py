@@ -24,6 +24,8 @@ class Call:
     timeout_s: float
     is_guarded: bool = True
     """False for calls that are made even when the circuit is open."""
+    is_owed: bool = False
+    """True when only the answer tells what must be given back: it is awaited even when the caller is cancelled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +52,16 @@ Flow: TypeAlias = Generator[Step, Any, _Result]
 
 
 def call(
-    method: Method[_Request, _Response], request: _Request, *, timeout_s: float, is_guarded: bool = True
+    method: Method[_Request, _Response],
+    request: _Request,
+    *,
+    timeout_s: float,
+    is_guarded: bool = True,
+    is_owed: bool = False,
 ) -> Flow[_Response]:
-    response: _Response = yield Call(method=method, request=request, timeout_s=timeout_s, is_guarded=is_guarded)
+    response: _Response = yield Call(
+        method=method, request=request, timeout_s=timeout_s, is_guarded=is_guarded, is_owed=is_owed
+    )
     return response
 
 

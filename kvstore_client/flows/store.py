@@ -27,16 +27,27 @@ def put(
     namespace: Namespace,
     hashes: Sequence[BlockHash],
     blocks: Sequence[memoryview],
+    checksums: Sequence[int],
     parent_hash: BlockHash | None,
     owner_id: OwnerId,
 ) -> Flow[PutResult]:
-    """Reserves, writes and commits batch by batch. Stops where the chain breaks: what follows could not be found."""
+    """Reserves, writes and commits batch by batch. Stops where the chain breaks: what follows could not be found.
+
+    `checksums` are those of `blocks` before the first step. Were each taken as its block is sent, memory that its
+    owner changed meanwhile would match, and be stored under the hash of what it held before.
+    """
     states: list[PutState] = []
     failure: KvstoreError | None = None
     refusal: ReserveState | None = None
     for batch in data_batches(scope.config, namespace, block_count=len(hashes)):
         parent = hashes[batch.start - 1] if batch.start else parent_hash
-        transfer = _Transfer(namespace=namespace, hashes=hashes[batch], blocks=blocks[batch], owner_id=owner_id)
+        transfer = _Transfer(
+            namespace=namespace,
+            hashes=hashes[batch],
+            blocks=blocks[batch],
+            checksums=checksums[batch],
+            owner_id=owner_id,
+        )
         try:
             yield from _put_batch(scope, transfer, parent_hash=parent)
         except KvstoreError as error:
@@ -49,11 +60,22 @@ def put(
     return put_result(states, error=failure, refusal=refusal)
 
 
+def checksum_blocks(blocks: Sequence[memoryview]) -> list[int]:
+    """What `put` needs of the blocks, at several GB/s."""
+    return [checksum(block) for block in blocks]
+
+
 class _Transfer:
     """One batch of a put and what has become of its blocks so far."""
 
     def __init__(
-        self, *, namespace: Namespace, hashes: Sequence[BlockHash], blocks: Sequence[memoryview], owner_id: OwnerId
+        self,
+        *,
+        namespace: Namespace,
+        hashes: Sequence[BlockHash],
+        blocks: Sequence[memoryview],
+        checksums: Sequence[int],
+        owner_id: OwnerId,
     ) -> None:
         self.namespace = namespace
         self.hashes = hashes
@@ -61,6 +83,7 @@ class _Transfer:
         self.states = [PutState.DROPPED] * len(hashes)
         self.refusal: ReserveState | None = None
         self._blocks = blocks
+        self._checksums = checksums
         self._reserved: list[tuple[int, ReservationId]] = []
 
     @property
@@ -94,7 +117,6 @@ class _Transfer:
                 self.states[index] = PutState.STORED
 
     def frames(self) -> Iterator[WriteFrame]:
-        """Envelopes are made as frames are drawn: hashing one block goes on while another is being sent."""
         layout, namespace_id = self.namespace.block_layout, self.namespace.id
         k_bytes = layout.planes[0].size_bytes
         v_bytes = layout.payload_bytes - k_bytes
@@ -110,7 +132,7 @@ class _Transfer:
                 k_bytes=k_bytes,
                 v_bytes=v_bytes,
                 decoded_bytes=layout.payload_bytes,
-                payload_checksum=checksum(block),
+                payload_checksum=self._checksums[index],
             ).encode()
             for offset, length in cut(ENVELOPE_BYTES + layout.payload_bytes):
                 start = max(0, offset - ENVELOPE_BYTES)
@@ -134,7 +156,9 @@ def _put_batch(scope: Scope, transfer: _Transfer, *, parent_hash: BlockHash | No
         reservation_s=config.reservation_s,
     )
     response = yield from attached(
-        scope, namespace, lambda: call(wire.RESERVE_BLOCKS, request, timeout_s=config.control_timeout_s)
+        scope,
+        namespace,
+        lambda: call(wire.RESERVE_BLOCKS, request, timeout_s=config.control_timeout_s, is_owed=True),
     )
     scope.attachment.note(response.epoch)
     try:

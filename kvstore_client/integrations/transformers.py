@@ -19,13 +19,15 @@ from typing import Any, Protocol, Self
 import torch
 from transformers import DynamicCache
 
-from kvstore.errors import InvalidArgumentError, KvstoreError
+from kvstore.errors import InvalidArgumentError, KvstoreError, UnavailableError
 from kvstore.keys import BlockHash, hash_blocks
 from kvstore.messages import BlockState
 from kvstore.namespace import Namespace
 from kvstore_client.integrations.transformers_blocks import check_shape, gather_blocks, scatter_blocks
 from kvstore_client.integrations.transformers_identity import (
+    autocast_error,
     cache_argument,
+    check_not_training,
     forward_arguments,
     namespace_for,
     probe,
@@ -99,7 +101,10 @@ class PrefixCache:
     and the model computes. Offloads run on one background thread from private copies, so a cache may be changed,
     even in place, as soon as a call has returned; beyond `pending_bytes_max` of waiting copies, offloads are dropped.
     `namespace` defaults to `namespace_for(model)`, which hashes all weights. Changing the model afterwards (weights,
-    adapters) is an `InvalidArgumentError` in the next call: make a new `PrefixCache`.
+    adapters) is an `InvalidArgumentError` in the next call: make a new `PrefixCache`. Changes that leave no trace
+    are on the caller: writes through `.data` or a pointer, and any change in place to weights that were made under
+    `torch.inference_mode()`. A model in training mode is refused in every call; under `torch.autocast` prompts are
+    computed without the store.
     """
 
     def __init__(
@@ -130,6 +135,7 @@ class PrefixCache:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvstore-offload")
         self._last_error: type[KvstoreError] | type[None] = type(None)
         self._has_said_too_short = False
+        self._has_said_unfit = False
         self._cache_argument = cache_argument(model)
         self._limits_logits = "logits_to_keep" in forward_arguments(model)
 
@@ -156,17 +162,24 @@ class PrefixCache:
     def offload_later(self, input_ids: TokenIds, cache: DynamicCache, *, first_block: int = 0) -> Future[Offloaded]:
         """Copies the full blocks of a prompt from `first_block` on and stores the copies in the background.
 
-        `cache` must hold the K and V of all those tokens, in order and since the first one.
+        `cache` must hold the K and V of all those tokens, in order and since the first one, computed by this model
+        as it is now and not under autocast.
         """
         ids = _one_prompt(input_ids)
         self._check_unchanged()
+        unfit = autocast_error(self._shape.devices)
+        if unfit is not None:
+            raise unfit
         hashes = self._hash(ids)
         if not 0 <= first_block <= len(hashes):
             raise InvalidArgumentError.of("first_block", first_block, f"0 to the prompt's {len(hashes)} full blocks")
         return self._offload_later(hashes, cache, first_block=first_block)
 
     def prefill(self, input_ids: TokenIds) -> Prefill:
-        """Restores what is stored of a prompt, computes the rest, and offloads new full blocks in the background."""
+        """Restores what is stored of a prompt, computes the rest, and offloads new full blocks in the background.
+
+        Once it has begun to compute, only the model itself can raise: blocks that must not be stored are DROPPED.
+        """
         ids = _one_prompt(input_ids)
         if len(ids) == 0:
             raise InvalidArgumentError.of("input_ids", "no tokens", "at least one token")
@@ -181,7 +194,7 @@ class PrefixCache:
             cache=restored.cache,
             tokens_reused=restored.token_count,
             restored=restored,
-            offloaded=self._offload_later(hashes, restored.cache, first_block=first_block),
+            offloaded=self._offload_computed(hashes, restored.cache, first_block=first_block),
         )
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -191,7 +204,7 @@ class PrefixCache:
         return not wait(pending, timeout=timeout_s).not_done
 
     def close(self) -> None:
-        """Finishes the offloads that are waiting; the client stays open."""
+        """Finishes the offloads that are waiting; later ones are DROPPED. The client stays open."""
         self._worker.shutdown(wait=True)
 
     def __enter__(self) -> Self:
@@ -221,6 +234,9 @@ class PrefixCache:
         buffer = torch.empty((0, self._layout.payload_bytes), dtype=torch.uint8)
         error: KvstoreError | None = None
         try:
+            unfit = autocast_error(self._shape.devices)
+            if unfit is not None:
+                raise unfit
             if hashes:
                 found = self._client.lookup(self._namespace, hashes, wait_s=self._wait_s)
                 states, error = found.states, found.error
@@ -251,6 +267,19 @@ class PrefixCache:
         logits: torch.Tensor = output.logits[:, -1]
         return logits
 
+    def _offload_computed(self, hashes: list[BlockHash], cache: DynamicCache, *, first_block: int) -> Future[Offloaded]:
+        """For a caller who has what it asked for already: K and V that must not be stored are no error of its own."""
+        error = autocast_error(self._shape.devices)
+        try:
+            if error is None:
+                return self._offload_later(hashes, cache, first_block=first_block)
+        except InvalidArgumentError as failure:
+            error = failure
+        if not self._has_said_unfit:
+            self._has_said_unfit = True
+            _LOG.warning("computed blocks are not stored: %s", error)
+        return _dropped(first_block=first_block, count=len(hashes) - first_block, error=error)
+
     def _offload_later(self, hashes: list[BlockHash], cache: DynamicCache, *, first_block: int) -> Future[Offloaded]:
         count = len(hashes) - first_block
         size_bytes = count * self._layout.payload_bytes
@@ -259,13 +288,16 @@ class PrefixCache:
             if count and fits:
                 self._pending_bytes += size_bytes
         if not count or not fits:
-            done: Future[Offloaded] = Future()
-            done.set_result(Offloaded(first_block=first_block, states=(PutState.DROPPED,) * count, error=None))
-            return done
+            return _dropped(first_block=first_block, count=count, error=None)
         future: Future[Offloaded] | None = None
         try:
             blocks = gather_blocks(cache, self._layout, first_block=first_block, block_count=count)
-            future = self._worker.submit(self._put, hashes, blocks, first_block)
+            try:
+                future = self._worker.submit(self._put, hashes, blocks, first_block)
+            except RuntimeError as error:  # closed, or the interpreter is on its way out
+                return _dropped(
+                    first_block=first_block, count=count, error=UnavailableError(f"offloads have ended: {error}")
+                )
             with self._lock:
                 self._pending.add(future)
         finally:
@@ -315,12 +347,19 @@ class PrefixCache:
             _LOG.warning("the store answers again")
 
     def _check_unchanged(self) -> None:
+        check_not_training(self._model)
         if weights_stamp(self._model) != self._stamp:
             raise InvalidArgumentError.of(
                 "model",
                 "changed since this PrefixCache was made",
                 "the same weights and adapters; make a new PrefixCache",
             )
+
+
+def _dropped(*, first_block: int, count: int, error: KvstoreError | None) -> Future[Offloaded]:
+    done: Future[Offloaded] = Future()
+    done.set_result(Offloaded(first_block=first_block, states=(PutState.DROPPED,) * count, error=error))
+    return done
 
 
 def _one_prompt(input_ids: TokenIds) -> torch.Tensor:

@@ -86,7 +86,14 @@ def namespace_for(
 
 
 def probe(model: Any) -> CacheShape:
-    """What the model caches for one token; raises `InvalidArgumentError` naming the layers that do not fit."""
+    """What the model caches for one token; raises `InvalidArgumentError` naming the layers that do not fit.
+
+    Also refuses modes in which a namespace does not tell what K and V are: training, and autocast.
+    """
+    check_not_training(model)
+    unfit = autocast_error({parameter.device for parameter in model.parameters()})
+    if unfit is not None:
+        raise unfit
     cache = DynamicCache()
     ids = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     with torch.no_grad():
@@ -132,13 +139,38 @@ def weights_digest(model: nn.Module) -> str:
 def weights_stamp(model: nn.Module) -> bytes:
     """Changes when parameters are replaced, changed in place by torch operations, or adapters switched.
 
-    Costs microseconds per parameter and reads none. It cannot see writes through `.data` or through a pointer.
+    Costs microseconds per parameter and reads none. It cannot see writes through `.data` or through a pointer, nor,
+    for want of a version counter, changes in place to parameters that were made under `torch.inference_mode()`.
     """
     hasher = blake3(_adapter_state(model))
     for name, tensor in _tensors(model):
         version = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001  (autograd's documented counter)
         hasher.update(f"{name}:{tensor.data_ptr()}:{version};".encode())
     return hasher.digest()
+
+
+def check_not_training(model: nn.Module) -> None:
+    """Raises `InvalidArgumentError` naming the first module in training mode; costs microseconds per module."""
+    for path, module in model.named_modules():
+        if module.training:
+            raise InvalidArgumentError.of(
+                f"{path}.training" if path else "model.training",
+                True,
+                "False: dropout would be stored; call model.eval()",
+            )
+
+
+def autocast_error(devices: Iterable[torch.device]) -> InvalidArgumentError | None:
+    """What is wrong with computing on these devices under the autocast that is in force; None without one.
+
+    Autocast changes K and V, sometimes without changing their dtype, and no namespace says so.
+    """
+    for device_type in {device.type for device in devices}:
+        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+            return InvalidArgumentError.of(
+                "torch.autocast", f"on for {device_type}", "off: load the model in the dtype that it is to compute in"
+            )
+    return None
 
 
 def adapter_digest(model: nn.Module) -> str:
@@ -170,8 +202,6 @@ def _adapter_state(model: nn.Module) -> bytes:
 
 
 def _check_model(model: Any, config: Any) -> None:
-    if model.training:
-        raise InvalidArgumentError.of("model.training", True, "False: dropout would be stored; call model.eval()")
     if model.config.is_encoder_decoder:
         raise InvalidArgumentError.of("model", "layers with cross attention", "decoders only")
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):

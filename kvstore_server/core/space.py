@@ -126,6 +126,15 @@ class SlabSpace:
     def slab_of(self, place: Place) -> SlabId:
         return SlabId(place // self.slab_bytes)
 
+    def slabs_of_others(self, namespace_id: NamespaceId) -> list[tuple[NamespaceId, SlabId, int]]:
+        """All slabs that belong to other namespaces: whose, which, and how many of its slots are taken."""
+        return [
+            (owner, slab, allocator.slot_count - allocator.free_count)
+            for owner, shelf in self._shelves.items()
+            if owner != namespace_id
+            for slab, allocator in shelf.slabs.items()
+        ]
+
     def taken_places(self, slab: SlabId) -> list[Place]:
         """All places of a slab that have a holder."""
         shelf = self._shelf_of_slab[slab]

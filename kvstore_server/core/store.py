@@ -6,7 +6,7 @@ places that are reserved here and out of places that are retained here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,7 +32,13 @@ NAMESPACE_COUNT_MAX = 4096
 """Namespaces known at once: far more than a node serves, few enough that a client cannot fill memory with names."""
 
 _REFUSAL_COUNT_MAX = 4096
-"""Held blocks that a search for a victim passes over: some 4 ms. Beyond, blocks are refused until holds end."""
+"""Blocks of other namespaces that a search for one's own coldest passes over: some 12 ms, once per request."""
+_EVICTION_COUNT_MAX = 1024
+"""Blocks that one call evicts, some 15 ms; an eviction goes on with the next call, or the next sweep."""
+
+
+_SHOWN_NAME_MAX = 128
+"""Characters of a model's name in the figures: those of all namespaces together must fit into one message."""
 
 
 class BlockKey(NamedTuple):
@@ -49,11 +55,15 @@ class StoredBlock(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Reservation:
-    """A slot on its way to becoming a block. Bytes land in order, so `landed_bytes` says all there is."""
+    """A slot on its way to becoming a block. Bytes land in order, so `landed_bytes` says all there is.
+
+    `siblings` are all reservations of the same call, this one included: they are given up together.
+    """
 
     key: BlockKey
     place: Place
     slot_bytes: int
+    siblings: list[ReservationId]
     landed_bytes: int = 0
     landing_count: int = 0
     """Copies under way; what they have not written yet is counted in `landed_bytes` already."""
@@ -114,6 +124,9 @@ class StoreCore:
         self._leases: HoldTable[tuple[Place, ...]] = HoldTable()
         self._reservations: HoldTable[Reservation] = HoldTable()
         self._committing_count = 0
+        self._is_evicting = False
+        # Uses of each slab's places beside the index's own: readers, leases, writers. Absent: 0.
+        self._use_counts: dict[SlabId, int] = {}
 
     # --- namespaces
 
@@ -154,6 +167,9 @@ class StoreCore:
         matched_count = len(states) - len(states.lstrip(bytes([BlockState.HIT])))
         return Found(bytes(states), bytes(tiers), matched_count)
 
+    def is_pending(self, namespace_id: NamespaceId, block_hash: BlockHash) -> bool:
+        return block_hash in self._entry(namespace_id).pending
+
     def count_lookup(self, found: Found) -> None:
         """Counts an answered lookup; one that waited is counted once, by its last answer."""
         self.counters.hit_count += found.states.count(BlockState.HIT)
@@ -175,7 +191,7 @@ class StoreCore:
         stored = self._entry(namespace_id).stored
         places = tuple(stored[block_hash].place for block_hash in hashes)
         for place in places:
-            self.space.retain(place)
+            self._use(place)
         self._touch(namespace_id, hashes)
         return LeaseId(self._leases.grant(owner_id=owner_id, value=places, now_s=now_s, duration_s=duration_s))
 
@@ -185,18 +201,18 @@ class StoreCore:
     def release_lease(self, lease: LeaseId, *, owner_id: OwnerId) -> bool:
         places = self._leases.release(lease, owner_id=owner_id)
         for place in places or ():
-            self.space.release(place)
+            self._end_use(place)
         return places is not None
 
     def begin_read(self, namespace_id: NamespaceId, block_hash: BlockHash) -> StoredBlock | None:
         """Retains a block for a reader, who owes one `end_read`; None when it is not here."""
         block = self._entry(namespace_id).stored.get(block_hash)
         if block is not None:
-            self.space.retain(block.place)
+            self._use(block.place)
         return block
 
     def end_read(self, block: StoredBlock, *, sent_bytes: int) -> None:
-        self.space.release(block.place)
+        self._end_use(block.place)
         self.counters.read_bytes += sent_bytes
 
     def touch(self, namespace_id: NamespaceId, hashes: Sequence[BlockHash]) -> None:
@@ -223,6 +239,7 @@ class StoreCore:
         entry = self._entry(namespace_id)
         states = bytearray()
         reservations: list[ReservationId | None] = []
+        siblings: list[ReservationId] = []
         # The chain being extended is in use: making room must not take its own head.
         self._touch(namespace_id, [*([parent_hash] if parent_hash else []), *hashes])
         parent = BlockKey(namespace_id, parent_hash) if parent_hash else None
@@ -239,7 +256,7 @@ class StoreCore:
                 self.counters.refused_draining_count += 1
             elif is_cut:
                 state = ReserveState.ORPHAN
-            elif (reservation := self._admit(key, parent=parent)) is None:
+            elif (reservation := self._admit(key, parent=parent, siblings=siblings)) is None:
                 state = ReserveState.FULL
                 self.counters.refused_full_count += 1
                 is_cut = True
@@ -249,6 +266,7 @@ class StoreCore:
                 reservation_id = ReservationId(
                     self._reservations.grant(owner_id=owner_id, value=reservation, now_s=now_s, duration_s=duration_s)
                 )
+                siblings.append(reservation_id)
             states.append(state)
             reservations.append(reservation_id)
             parent = key
@@ -271,12 +289,12 @@ class StoreCore:
             return None
         reservation.landed_bytes += size_bytes
         reservation.landing_count += 1
-        self.space.retain(reservation.place)
+        self._use(reservation.place)
         return reservation
 
     def end_landing(self, reservation: Reservation, *, size_bytes: int) -> None:
         reservation.landing_count -= 1
-        self.space.release(reservation.place)
+        self._end_use(reservation.place)
         self.counters.written_bytes += size_bytes
 
     def begin_commit(self, reservation_id: ReservationId, *, owner_id: OwnerId) -> Reservation | None:
@@ -297,9 +315,18 @@ class StoreCore:
         del entry.pending[reservation.key.block_hash]
         entry.stored[reservation.key.block_hash] = StoredBlock(reservation.place, reservation.landed_bytes)
         self._key_at[reservation.place] = reservation.key
+        self._count_use(reservation.place, -1)
         self._recency.touch_chain([reservation.key])
+        self._recency.unhold(reservation.key)
         self.counters.committed_count += 1
         self.evict_to_low_watermark()
+
+    def abort_siblings(self, reservation_ids: Iterable[ReservationId], *, owner_id: OwnerId) -> None:
+        """Gives these reservations up, and all others of the calls that made them."""
+        for reservation_id in reservation_ids:
+            reservation = self._reservations.get(reservation_id, owner_id=owner_id)
+            for sibling in reservation.siblings if reservation is not None else ():
+                self.abort(sibling, owner_id=owner_id)
 
     def abort(self, reservation_id: ReservationId, *, owner_id: OwnerId) -> bool:
         reservation = self._reservations.release(reservation_id, owner_id=owner_id)
@@ -315,7 +342,7 @@ class StoreCore:
         for places in self._leases.expire(now_s=now_s):
             self.counters.expired_lease_count += 1
             for place in places:
-                self.space.release(place)
+                self._end_use(place)
         expired = self._reservations.expire(now_s=now_s)
         for reservation in expired:
             self._give_up(reservation)
@@ -330,11 +357,12 @@ class StoreCore:
             self.counters.corrupt_in_memory_count += 1
 
     def evict_to_low_watermark(self) -> int:
-        """Above the high mark, drops the coldest leaves down to the low one; returns how many blocks went."""
+        """From above the high mark, drops the coldest leaves down to the low one, some per call; returns how many."""
         excess_bytes = self._watermarks.excess_bytes(
-            used_bytes=self.space.used_bytes, capacity_bytes=self.space.ready_bytes
+            used_bytes=self.space.used_bytes, capacity_bytes=self.space.ready_bytes, is_evicting=self._is_evicting
         )
-        return self._evict(excess_bytes) if excess_bytes else 0
+        self._is_evicting = excess_bytes > 0
+        return self._evict(excess_bytes, count_max=_EVICTION_COUNT_MAX) if excess_bytes else 0
 
     # --- figures
 
@@ -358,7 +386,7 @@ class StoreCore:
         return tuple(
             NamespaceStats(
                 namespace_id=namespace_id,
-                model=entry.namespace.model,
+                model=entry.namespace.model[:_SHOWN_NAME_MAX],
                 slot_bytes=self.space.slot_bytes(namespace_id),
                 block_count=len(entry.stored),
                 used_bytes=(len(entry.stored) + len(entry.pending)) * self.space.slot_bytes(namespace_id),
@@ -379,7 +407,10 @@ class StoreCore:
         assert len(self._recency) == len(stored) + pending_count, (
             f"{len(self._recency)} in recency, {len(stored)} stored, {pending_count} pending"
         )
+        for slab in self._use_counts:
+            assert self.space.taken_places(slab), f"slab {slab} is in use and empty"
         for key, place in stored.items():
+            assert self._recency.is_held(key) == (self.space.ref_count(place) > 1), f"{key} is wrongly held or not"
             assert key in self._recency, f"{key} cannot be evicted"
             assert key.block_hash not in self._namespaces[key.namespace_id].pending, f"{key} is stored and pending"
             assert self.space.ref_count(place) >= 1, f"{key} has no place"
@@ -404,14 +435,17 @@ class StoreCore:
     def _touch(self, namespace_id: NamespaceId, hashes: Sequence[BlockHash]) -> None:
         self._recency.touch_chain([BlockKey(namespace_id, block_hash) for block_hash in hashes])
 
-    def _admit(self, key: BlockKey, *, parent: BlockKey | None) -> Reservation | None:
+    def _admit(self, key: BlockKey, *, parent: BlockKey | None, siblings: list[ReservationId]) -> Reservation | None:
         """A reservation with a place, or None: everything is held."""
         self._recency.insert(key, parent=parent)
+        self._recency.hold(key)  # until it is committed
         place = self._take_place(key.namespace_id)
         if place is None:
             self._recency.remove(key)
             return None
-        return Reservation(key=key, place=place, slot_bytes=self.space.slot_bytes(key.namespace_id))
+        self._count_use(place, +1)
+        slot_bytes = self.space.slot_bytes(key.namespace_id)
+        return Reservation(key=key, place=place, slot_bytes=slot_bytes, siblings=siblings)
 
     def _take_place(self, namespace_id: NamespaceId) -> Place | None:
         """A place, at the cost of colder blocks if need be; None when everything is held."""
@@ -422,59 +456,78 @@ class StoreCore:
         place = self.space.allocate(namespace_id)
         if place is not None:
             return place
-        if not self._claim_coldest_slab(namespace_id):
-            self._evict(1, of=namespace_id)
+        if not self._claim_slab(namespace_id):
+            # More than one, so that the next ones need not search again.
+            own_count = len(self._entry(namespace_id).stored)
+            goal_bytes = max(own_count // 64, 1) * self.space.slot_bytes(namespace_id)
+            self._evict(goal_bytes, may_evict=lambda key: key.namespace_id == namespace_id)
         return self.space.allocate(namespace_id)
 
-    def _claim_coldest_slab(self, namespace_id: NamespaceId) -> bool:
-        """When the coldest block of all is another namespace's, empties the coldest slab that nobody uses.
+    def _claim_slab(self, namespace_id: NamespaceId) -> bool:
+        """When the coldest block of all is another namespace's, empties a slab that nobody uses for this one.
 
-        This is how space follows demand. Slab-mates are of about the same age, so little warm is lost.
+        This is how space follows demand. Of the coldest block's namespace the emptiest slab goes: eviction has
+        thinned the coldest ones most, and the least is lost.
         """
-        coldest = self._recency.peek_coldest(may_evict=self._is_idle)
+        coldest = self._recency.peek_coldest()
         if coldest is None or coldest.namespace_id == namespace_id:
             return False
-        is_idle_slab: dict[SlabId, bool] = {}  # slab-mates need not be looked at twice
-
-        def is_claimable(key: BlockKey) -> bool:
-            if not self._is_idle(key):
-                return False
-            slab = self.space.slab_of(self._block(key).place)
-            if slab not in is_idle_slab:
-                is_idle_slab[slab] = all(self._is_idle_at(place) for place in self.space.taken_places(slab))
-            return key.namespace_id != namespace_id and is_idle_slab[slab]
-
-        victim = self._recency.peek_coldest(may_evict=is_claimable)
-        if victim is None:
+        unused = [
+            (owner != coldest.namespace_id, taken_count, slab)
+            for owner, slab, taken_count in self.space.slabs_of_others(namespace_id)
+            if slab not in self._use_counts
+        ]
+        if not unused:
             return False
-        places = self.space.taken_places(self.space.slab_of(self._block(victim).place))
+        _, _, slab = min(unused)
+        places = self.space.taken_places(slab)
         for place in places:
             self._recency.remove(self._key_at[place])
             self._drop(self._key_at[place])
         self.counters.evicted_count += len(places)
         return True
 
-    def _evict(self, goal_bytes: int, *, of: NamespaceId | None = None) -> int:
+    def _evict(
+        self,
+        goal_bytes: int,
+        *,
+        may_evict: Callable[[BlockKey], bool] = lambda _: True,
+        count_max: int | None = None,
+    ) -> int:
         victims = self._recency.pop_coldest(
             goal_bytes=goal_bytes,
             size_bytes_of=lambda key: self.space.slot_bytes(key.namespace_id),
-            may_evict=lambda key: (of is None or key.namespace_id == of) and self._is_idle(key),
+            may_evict=may_evict,
+            count_max=count_max,
         )
         for key in victims:
             self._drop(key)
         self.counters.evicted_count += len(victims)
         return len(victims)
 
-    def _block(self, key: BlockKey) -> StoredBlock:
-        return self._namespaces[key.namespace_id].stored[key.block_hash]
+    def _use(self, place: Place) -> None:
+        """Holds a place for somebody beside the index; owes one `_end_use`."""
+        self.space.retain(place)
+        self._count_use(place, +1)
+        key = self._key_at.get(place)
+        if key is not None:
+            self._recency.hold(key)
 
-    def _is_idle(self, key: BlockKey) -> bool:
-        block = self._namespaces[key.namespace_id].stored.get(key.block_hash)
-        return block is not None and self._is_idle_at(block.place)
+    def _end_use(self, place: Place) -> None:
+        key = self._key_at.get(place)  # none when the block was quarantined meanwhile
+        if key is not None:
+            self._recency.unhold(key)
+        self._count_use(place, -1)
+        self.space.release(place)
 
-    def _is_idle_at(self, place: Place) -> bool:
-        """Whether a place holds a readable block that nobody uses."""
-        return place in self._key_at and self.space.ref_count(place) == 1
+    def _count_use(self, place: Place, change: int) -> None:
+        slab = self.space.slab_of(place)
+        count = self._use_counts.get(slab, 0) + change
+        assert count >= 0, f"slab {slab} has {count} uses"
+        if count:
+            self._use_counts[slab] = count
+        else:
+            del self._use_counts[slab]
 
     def _drop(self, key: BlockKey) -> None:
         block = self._namespaces[key.namespace_id].stored.pop(key.block_hash)
@@ -485,4 +538,5 @@ class StoreCore:
         entry = self._namespaces[reservation.key.namespace_id]
         del entry.pending[reservation.key.block_hash]
         self._recency.remove(reservation.key)
+        self._count_use(reservation.place, -1)
         self.space.release(reservation.place)

@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from kvstore import __version__
+from kvstore_client.logs import dropped_line_count
 from kvstore_server.core.store import StoreCore
 
 Labels = dict[str, str]
@@ -154,6 +155,12 @@ SPECS: tuple[MetricSpec, ...] = (
         kind=CounterMetricFamily,
         help="Bytes that landed in slots, envelopes included.",
         samples=_one(lambda core: core.counters.written_bytes),
+    ),
+    MetricSpec(
+        name="kvstore_store_log_lines_dropped_total",
+        kind=CounterMetricFamily,
+        help="Log lines that could not be written: nobody reads stderr, or its disk is full.",
+        samples=_one(lambda _: dropped_line_count()),
     ),
 )
 

@@ -161,8 +161,8 @@ async def _answered(work: Awaitable[_Answer], context: Context, method: Method[A
     except grpc.aio.BaseError:
         raise  # the call is over: the peer has gone or was told
     except AssertionError as error:
-        _log.exception("bug", method=method.name)
         on_bug(error)
+        _log.exception("bug", method=method.name)
         await _abort(context, InternalError(f"the daemon met a bug in {method.name} and stops: {error}"))
     except Exception as error:  # noqa: BLE001  (a bug must not take the daemon's other callers down)
         _log.exception("rpc_failed", method=method.name)

@@ -208,8 +208,7 @@ class StoreService:
             is_whole = True
         finally:
             if not is_whole and owner_id is not None:
-                for reservation_id in touched:
-                    self._core.abort(reservation_id, owner_id=owner_id)
+                self._core.abort_siblings(touched, owner_id=owner_id)
                 self._wake_waiters()
         return m.WriteBlocksResponse(landed_bytes=landed_bytes)
 
@@ -232,6 +231,7 @@ class StoreService:
         """Ends what has expired; to be called every so often."""
         if self._core.expire(now_s=self._clock()):
             self._wake_waiters()
+        self._core.evict_to_low_watermark()
 
     # --- inside
 
@@ -251,6 +251,9 @@ class StoreService:
             try:
                 async with asyncio.timeout(left_s):
                     await settled.wait()
+                    # All waiters wake for every block that settles: look at one's own before at the whole prompt.
+                    while self._core.is_pending(namespace_id, hashes[found.matched_count]):
+                        await self._settled.wait()
             except TimeoutError:
                 continue  # one last look
 

@@ -24,11 +24,12 @@ from torch import Tensor
 from gpu_agent import AgentConfig
 from gpu_agent.ask import ask_status, call_unary
 from gpu_agent.cli import agent as agent_command
+from gpu_agent.device import open_device
 from gpu_agent.enveloped import EnvelopedRows
 from gpu_agent.metrics import METRICS, agent_registry
 from gpu_agent.rpc import AgentServer
 from gpu_agent.service import AgentService
-from gpu_agent.sockets import check_loopback, claim_socket
+from gpu_agent.sockets import ADDRESS_VARIABLE, find_agent
 from kvstore import messages as m
 from kvstore import wire
 from kvstore.envelope import verify_block
@@ -38,7 +39,6 @@ from kvstore.errors import (
     KvstoreError,
     NamespaceUnknownError,
     ProtocolError,
-    UnavailableError,
 )
 from kvstore.frames import StoreFrame
 from kvstore.keys import BlockHash, pack_hashes
@@ -196,9 +196,7 @@ def test_a_block_damaged_on_the_way_is_refused_alone_and_counted(engine: Engine,
     assert engine.send(damage_second(engine.frames(hashes, content(hashes)))) == b"\1\0\1"
     states, _ = engine.load(hashes)
     assert states == [HIT, MISS, HIT]
-    snapshot = service.snapshot()
-    assert snapshot is not None
-    assert snapshot.received_corrupt_count == 1
+    assert service.snapshot().received_corrupt_count == 1
 
 
 def test_calls_before_a_namespace_is_open_and_for_another_one_say_what_is_wrong(engine: Engine, address: str) -> None:
@@ -268,39 +266,22 @@ def test_a_bug_in_a_call_is_reported_and_stops_the_sidecar(
     assert [str(bug) for bug in bugs] == ["slot 3 holds two blocks"]
 
 
-def test_metrics_have_units_in_their_names_and_are_read_when_scraped(engine: Engine, service: AgentService) -> None:
+def test_metrics_have_units_are_there_from_the_start_and_are_read_when_scraped(
+    engine: Engine, service: AgentService
+) -> None:
     registry = agent_registry(service.snapshot)
-    assert list(registry.collect()) == []
+    value = registry.get_sample_value
+    assert value("kvstore_agent_capacity_bytes") == 8 * LARGE.block_layout.payload_bytes
+    assert value("kvstore_agent_migrator_up") == 1
+    assert value("kvstore_agent_lost_blocks_total") == value("kvstore_agent_resident_blocks") == 0
     engine.open()
     hashes = chain(4)
     engine.send(engine.frames(hashes, content(hashes)))
     engine.load(hashes)
-    value = registry.get_sample_value
     assert value("kvstore_agent_resident_blocks") == 4
     assert value("kvstore_agent_loaded_blocks_total", {"source": "vram"}) == 4
     assert value("kvstore_agent_migrator_up") == 1
     assert all(spec.name.startswith("kvstore_agent_") and spec.help.endswith(".") for spec in METRICS)
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "example.org", ""])
-def test_an_address_that_others_can_reach_is_refused_because_there_is_no_authentication(host: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="there is no authentication yet"):
-        check_loopback(host)
-
-
-def test_only_a_dead_agents_socket_is_taken_over(tmp_path: Path) -> None:
-    path = tmp_path / "agent.sock"
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(path))
-        listener.listen()
-        with pytest.raises(UnavailableError, match="another agent serves"):
-            claim_socket(path)
-    claim_socket(path)
-    assert not path.exists()
-    path.write_text("mine")
-    with pytest.raises(UnavailableError, match="not a socket"):
-        claim_socket(path)
-    assert path.read_text() == "mine"
 
 
 @pytest.mark.parametrize(
@@ -308,7 +289,11 @@ def test_only_a_dead_agents_socket_is_taken_over(tmp_path: Path) -> None:
     [
         (["--grpc-host", "0.0.0.0"], "no authentication yet"),
         (["--device", "tpu"], "cpu, cuda, cuda:N"),
-        (["--vram-capacity", "12 apples"], "is no size"),
+        (["--vram-capacity", "12 apples"], "--vram-capacity is '12 apples'; allowed: a size such as 512MiB"),
+        (["--vram-capacity", "1000TiB"], "the memory of cpu"),
+        (["--vram-capacity", "64MiB", "serve"], "--vram-capacity before `serve` would have no effect"),
+        (["--device", "cpu", "--drain", "1", "status"], "--device, --drain before `status` would have no effect"),
+        (["--log-level", "loud"], "'debug', 'info', 'warning', 'error'"),
         (["status", "--address", "nowhere"], "host:port"),
     ],
 )
@@ -322,6 +307,55 @@ def test_asking_where_no_agent_is_says_how_to_start_one(tmp_path: Path) -> None:
     result = CliRunner().invoke(agent_command, ["status", "--address", f"unix:{tmp_path}/none.sock", "--timeout", "5"])
     assert result.exit_code == 1
     assert "Start one with `kvstore agent`" in result.output
+
+
+def test_asking_a_daemon_says_that_it_is_no_agent(daemon: DaemonProcess) -> None:
+    result = CliRunner().invoke(agent_command, ["status", "--address", daemon.address])
+    assert result.exit_code == 1
+    assert f"Error: {daemon.address}: that is not an agent (a store daemon?)" in result.output
+
+
+def test_the_help_of_status_names_the_variable() -> None:
+    assert ADDRESS_VARIABLE in CliRunner().invoke(agent_command, ["status", "--help"]).output
+
+
+def test_only_a_socket_that_no_other_user_can_have_put_there_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ADDRESS_VARIABLE, raising=False)
+    monkeypatch.setattr("gpu_agent.sockets.socket_candidates", lambda: [tmp_path / "kvstore.sock"])
+    path = tmp_path / "kvstore-agent.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        assert find_agent(None) == f"unix:{path}"
+        monkeypatch.setattr("kvstore_client.address._is_trusted_owner", lambda _: False)
+        assert find_agent(None) == "127.0.0.1:7452"
+
+
+@pytest.mark.parametrize(
+    ("device_count", "allowed"),
+    [(0, "cpu; there is no CUDA device: "), (2, "cpu, cuda:0, cuda:1")],
+)
+def test_a_cuda_device_that_is_not_there_is_refused_with_what_is(
+    device_count: int, allowed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: device_count)
+    with pytest.raises(InvalidArgumentError, match=f"device is 'cuda:7'; allowed: {allowed}"):
+        open_device("cuda:7")
+
+
+def test_a_port_in_use_is_one_sentence_on_stderr_and_nothing_on_stdout() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-c", "from kvstore_client.cli import main; main()", "agent", "serve"]
+        command += ["--vram-capacity", "1MiB", "--grpc-port", str(port), "--metrics-port", "0", "--socket-path", ""]
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr == (
+        f"Error: cannot listen on 127.0.0.1:{port}: it is in use, perhaps by another agent "
+        "(`kvstore agent status` tells); free it, or set --grpc-port (0: any free port)\n"
+    )
 
 
 def test_the_command_line_and_its_help_load_no_torch() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from kvstore.keys import BlockHash
 from kvstore.messages import BlockState
 from kvstore.namespace import Namespace
 from kvstore_client import AsyncClient, Client, ClientConfig, PutState
+from kvstore_client.flows import store
 from tests.client.adapters import AnyClient
 from tests.client.builders import FAST, chain, enveloped, namespace, payloads
 from tests.client.conftest import Connect
@@ -173,6 +175,24 @@ def test_a_block_that_was_changed_while_being_put_is_not_stored(connect: Connect
     result = client.put(space, hashes, bytes(256))
     assert (result.states, result.error) == ((PutState.DROPPED,), None)
     assert client.lookup(space, hashes).states == (MISS,)
+
+
+def test_memory_that_is_reused_before_a_put_has_returned_costs_the_block(connect: Connect, fake: FakeDaemon) -> None:
+    """Same kind of fault, late in a put of several batches: wrong bytes must not be stored under the old hash."""
+    client, space, hashes = connect(fake.address, config=replace(FAST, batch_count_max=1)), namespace(), chain(3)
+    blocks = payloads(space, 3)
+    memory = bytearray(b"".join(blocks))
+
+    def overwrite(response: Any) -> Any:
+        memory[512:] = b"\x55" * 256
+        return response
+
+    fake.rewrites["CommitBlocks"] = overwrite
+    result = client.put(space, hashes, memory)
+    assert result.states == (PutState.STORED, PutState.STORED, PutState.DROPPED)
+    into = [bytearray(256) for _ in hashes]
+    assert client.get(space, hashes, into).states == (HIT, HIT, MISS)
+    assert into[:2] == blocks[:2]
 
 
 # --- errors
@@ -376,3 +396,62 @@ async def test_a_cancelled_task_is_cancelled_and_the_client_goes_on(fake: FakeDa
             await task
         fake.resume("LookupBlocks")
         assert (await client.lookup(space, hashes)).error is None
+
+
+@pytest.mark.parametrize(
+    "method", [wire.RESERVE_BLOCKS, wire.WRITE_BLOCKS, wire.COMMIT_BLOCKS], ids=lambda method: str(method.name)
+)
+async def test_a_cancelled_put_ends_at_once_and_gives_back_what_it_reserved(fake: FakeDaemon, method: Any) -> None:
+    """Left alone, reservations keep their share of the memory from everybody for half a minute."""
+    async with AsyncClient(fake.address, config=FAST) as client:
+        space, hashes = namespace(), chain(3)
+        assert (await client.lookup(space, hashes)).error is None
+        fake.hang(method)
+        task = asyncio.create_task(client.put(space, hashes, bytes(3 * 256)))
+        await asyncio.to_thread(fake.wait_for_call, method, count=1)
+        task.cancel()
+        started_s = time.monotonic()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert time.monotonic() - started_s < 0.5
+        if method is wire.RESERVE_BLOCKS:
+            fake.resume(method.name)  # the answer, which alone names the reservations, comes after the cancellation
+        await asyncio.to_thread(fake.wait_for_call, wire.ABORT_RESERVATIONS, count=1)
+    assert fake.reservations == {}
+    assert fake.blocks == {}
+    if method is not wire.RESERVE_BLOCKS:
+        fake.resume(method.name)
+
+
+async def test_a_cancelled_put_at_a_daemon_that_hangs_holds_nobody_up(fake: FakeDaemon) -> None:
+    client = AsyncClient(fake.address, config=IMPATIENT)
+    fake.hang(wire.WRITE_BLOCKS)
+    fake.hang(wire.ABORT_RESERVATIONS)
+    task = asyncio.create_task(client.put(namespace(), chain(1), bytes(256)))
+    await asyncio.to_thread(fake.wait_for_call, wire.WRITE_BLOCKS, count=1)
+    task.cancel()
+    started_s = time.monotonic()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await client.aclose()
+    assert time.monotonic() - started_s < 2.0
+    fake.resume("WriteBlocks")
+    fake.resume("AbortReservations")
+
+
+async def test_an_async_put_takes_the_checksums_of_large_blocks_off_the_event_loop(
+    fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    checksum_blocks = store.checksum_blocks
+
+    def watch(blocks: Sequence[memoryview]) -> list[int]:
+        threads.append(threading.get_ident())
+        return checksum_blocks(blocks)
+
+    monkeypatch.setattr(store, "checksum_blocks", watch)
+    async with AsyncClient(fake.address, config=FAST) as client:
+        for payload_bytes in (256, 4 << 20):
+            space = namespace(payload_bytes=payload_bytes)
+            assert (await client.put(space, chain(1), bytes(payload_bytes))).stored_count == 1
+    assert [thread == threading.get_ident() for thread in threads] == [True, False]

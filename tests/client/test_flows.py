@@ -13,6 +13,7 @@ from kvstore import messages as m
 from kvstore.envelope import ENVELOPE_BYTES, verify_block
 from kvstore.errors import (
     CapacityError,
+    CorruptBlockError,
     DeadlineExceededError,
     InternalError,
     InvalidArgumentError,
@@ -121,12 +122,15 @@ def acquire_flow(shared: Scope, block_count: int) -> Any:
     return prefix.acquire(shared, namespace=SPACE, hashes=chain(block_count), owner_id=OWNER, lease_s=5.0, wait_s=0.0)
 
 
-def put_flow(shared: Scope, block_count: int) -> Any:
+def put_flow(shared: Scope, block_count: int, *, memory: bytearray | None = None) -> Any:
+    view = memoryview(b"".join(payloads(SPACE, block_count)) if memory is None else memory)
+    blocks = [view[start : start + 256] for start in range(0, len(view), 256)]
     return store.put(
         shared,
         namespace=SPACE,
         hashes=chain(block_count),
-        blocks=[memoryview(payload) for payload in payloads(SPACE, block_count)],
+        blocks=blocks,
+        checksums=store.checksum_blocks(blocks),
         parent_hash=None,
         owner_id=OWNER,
     )
@@ -148,7 +152,7 @@ def test_a_daemon_of_another_protocol_is_refused_with_what_to_do() -> None:
     assert names(steps) == ["GetStoreInfo"]
     assert result.states == (MISS, MISS)
     assert isinstance(result.error, ProtocolError)
-    assert "same major version" in str(result.error)
+    assert "same version of kvstore" in str(result.error)
 
 
 def test_an_unknown_namespace_is_opened_and_the_call_repeated_once() -> None:
@@ -349,6 +353,29 @@ def test_what_is_sent_is_what_the_daemon_will_verify() -> None:
         assert found == payload
 
 
+def test_memory_that_changes_during_a_put_never_matches_its_checksum() -> None:
+    """Taken as a block is sent, a checksum would vouch for whatever the memory holds by then."""
+    memory = bytearray(b"".join(payloads(SPACE, 2)))
+    sent: list[bytes] = []
+
+    def overwrite(_: Any) -> m.CommitBlocksResponse:
+        memory[256:] = bytes(256)
+        return committed(DONE)
+
+    def take(step: Any) -> m.WriteBlocksResponse:
+        sent.extend(bytes(given.envelope) + bytes(given.data) for given in step.frames)
+        return WRITTEN
+
+    run(
+        put_flow(scope(batch_count_max=1), 2, memory=memory),
+        *(reserved(RESERVED), take, overwrite),
+        *(reserved(RESERVED), take, committed(CommitState.CORRUPT)),
+    )
+    verify_block(sent[0], namespace_id=SPACE.id, block_hash=chain(2)[0], payload_bytes=256)
+    with pytest.raises(CorruptBlockError, match="payload checksum"):
+        verify_block(sent[1], namespace_id=SPACE.id, block_hash=chain(2)[1], payload_bytes=256)
+
+
 def test_only_reserved_blocks_are_written() -> None:
     states = (ReserveState.STORED, RESERVED, ReserveState.PENDING, RESERVED)
     result, steps = run(put_flow(scope(), 4), reserved(*states), WRITTEN, committed(DONE, CommitState.CORRUPT))
@@ -414,8 +441,15 @@ def test_an_unanswerable_commit_is_not_called_stored() -> None:
 def test_a_block_without_a_v_plane_says_so_in_its_envelope() -> None:
     space = dataclasses.replace(SPACE, v_head_dim=0)
     block = bytes(space.block_layout.payload_bytes)
+    blocks = [memoryview(block)]
     flow = store.put(
-        scope(), namespace=space, hashes=chain(1), blocks=[memoryview(block)], parent_hash=None, owner_id=OWNER
+        scope(),
+        namespace=space,
+        hashes=chain(1),
+        blocks=blocks,
+        checksums=store.checksum_blocks(blocks),
+        parent_hash=None,
+        owner_id=OWNER,
     )
     sent: list[bytes] = []
 

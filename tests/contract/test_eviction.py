@@ -240,3 +240,34 @@ def test_a_search_among_held_blocks_ends_after_its_limit_and_keeps_their_order()
     assert asked == [0, 1, 2]
     assert lru.pop_coldest(goal_bytes=1, size_bytes_of=lambda _: 1, may_evict=lambda _: True) == [0]
     lru.check_invariants()
+
+
+def test_held_blocks_are_no_candidates_and_cost_a_search_nothing() -> None:
+    lru: LeafLru[int] = LeafLru(refusal_count_max=1)
+    for key in range(1000):
+        lru.insert(key, parent=None)
+        lru.hold(key)
+    lru.insert(1000, parent=None)
+    lru.check_invariants()
+    assert lru.pop_coldest(goal_bytes=10, size_bytes_of=lambda _: 1) == [1000]
+    lru.hold(7)
+    lru.unhold(7)
+    assert lru.is_held(7)
+    lru.unhold(7)
+    lru.check_invariants()
+    assert lru.pop_coldest(goal_bytes=10, size_bytes_of=lambda _: 1) == [7]
+
+
+def test_no_more_blocks_leave_in_one_call_than_allowed() -> None:
+    lru: LeafLru[int] = LeafLru()
+    for key in range(5):
+        lru.insert(key, parent=None)
+    assert lru.pop_coldest(goal_bytes=100, size_bytes_of=lambda _: 1, count_max=2) == [0, 1]
+    assert lru.peek_coldest() == 2
+
+
+def test_an_eviction_that_was_begun_goes_on_below_the_high_mark() -> None:
+    marks = Watermarks(high=0.9, low=0.5)
+    assert marks.excess_bytes(used_bytes=80, capacity_bytes=100) == 0
+    assert marks.excess_bytes(used_bytes=80, capacity_bytes=100, is_evicting=True) == 30
+    assert marks.excess_bytes(used_bytes=40, capacity_bytes=100, is_evicting=True) == 0

@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore import messages as m
 from kvstore import wire
-from kvstore.errors import UnavailableError
+from kvstore.errors import InvalidArgumentError, UnavailableError
 from kvstore.messages import BlockState, CommitState, ReservationId, ReserveState
 from kvstore.namespace import Namespace
 from kvstore.wire import Method
@@ -385,9 +385,20 @@ def test_what_is_in_the_way_of_the_socket_is_named_and_not_removed(tmp_path: Pat
 
 def test_a_socket_path_that_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file" / "s", tmp_path / ("long" * 30)):
-        with pytest.raises(UnavailableError, match=r"set grpc\.socket_path"):
-            run_here(grpc={"socket_path": path})
+    with pytest.raises(UnavailableError, match=r"set grpc\.socket_path"):
+        run_here(grpc={"socket_path": tmp_path / "file" / "s"})
+    with pytest.raises(InvalidArgumentError, match=r"grpc\.socket_path is .*allowed: a socket path of up to 107 bytes"):
+        run_here(grpc={"socket_path": tmp_path / ("long" * 30)})
+
+
+def test_a_port_in_use_is_one_sentence_without_a_line_of_grpcs_own(shared: DaemonProcess) -> None:
+    port = shared.address.rpartition(":")[2]
+    result = serve("--memory-capacity", "16MiB", "--metrics-port", "0", "--socket-path", "", "--grpc-port", port)
+    assert result.returncode == 1
+    assert result.stderr == (
+        f"Error: cannot listen on 127.0.0.1:{port}: it is in use, perhaps by another daemon (`kvstore ping` tells); "
+        "free it, or set grpc.port (0: any free port)\n"
+    )
 
 
 def test_a_ready_file_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
@@ -395,6 +406,7 @@ def test_a_ready_file_that_cannot_be_written_stops_the_start(tmp_path: Path) -> 
     result = serve(*FREE_PORTS, "--socket-path", str(path), "--ready-file", str(ready))
     assert result.returncode == 1
     assert f"cannot write the ready file {ready}" in result.stderr
+    assert result.stdout == "", "it was announced all the same"
     assert not path.exists()
 
 

@@ -115,7 +115,7 @@ class Rpc:
         assert set(states) == {CommitState.COMMITTED}
 
     def is_idle(self) -> bool:
-        return all(self.core._is_idle(key) for key in self.core._key_at.values())
+        return all(self.core.space.ref_count(place) == 1 for place in self.core._key_at)
 
 
 @pytest.fixture

@@ -361,12 +361,13 @@ async def test_a_commit_while_frames_still_land_is_incomplete_and_frees_the_slot
 
 
 async def test_a_broken_stream_gives_its_reservations_up_at_once(store: Store) -> None:
-    first, second, other = await store.reserve(1, 2, 3)
+    first, second, unsent = await store.reserve(1, 2, 4)
+    (other,) = await store.reserve(3)
     frames = write_frames([(first, enveloped(1)), (second, enveloped(2)[:50])])
     with pytest.raises(InvalidArgumentError):
         await store.service.write_blocks(broken_after(frames))
-    assert await store.lookup(1, 2, 3) == [BlockState.MISS, BlockState.MISS, BlockState.PENDING]
-    assert await store.commit(first, second) == [CommitState.EXPIRED] * 2
+    assert await store.lookup(1, 2, 4, 3) == [BlockState.MISS] * 3 + [BlockState.PENDING]
+    assert await store.commit(first, second, unsent) == [CommitState.EXPIRED] * 3
     await store.write((other, enveloped(3)))
     assert await store.commit(other) == [CommitState.COMMITTED]
 
@@ -483,7 +484,9 @@ async def test_verifying_is_no_use_of_a_block_and_leaves_no_hold(store: Store) -
     await store.put(1)
     assert await store.verify(1) == [BlockState.HIT]
     assert store.core.counters.read_bytes == 0
-    assert store.core._is_idle_at(store.core._namespaces[SMALL.id].stored[block_hash(1)].place)
+    place = store.core._namespaces[SMALL.id].stored[block_hash(1)].place
+    assert store.core.space.ref_count(place) == 1
+    store.core.check_invariants()
 
 
 async def test_two_readers_that_complain_at_once_count_one_damaged_block(store: Store) -> None:

@@ -599,3 +599,46 @@ def test_a_client_cannot_fill_memory_with_names_of_namespaces(monkeypatch: pytes
     with pytest.raises(CapacityError, match="2 namespaces hold blocks"):
         core.open_namespace(MIDDLE, payload_bytes=MIDDLE.block_layout.payload_bytes)
     core.check_invariants()
+
+
+def test_thousands_of_held_blocks_neither_hide_idle_ones_nor_slow_the_rest() -> None:
+    """A client that leases a thousand single blocks, all colder than anybody else's, costs only those."""
+    core = make_core(slab_count=512, slab_bytes=4 * 4096, high=1.0, low=1.0)
+    for number in range(1000):
+        put(core, number)
+        assert core.lease(SMALL.id, hashes(number), owner_id=ALICE, now_s=0.0, duration_s=600.0)
+    for number in range(1000, 2048 + 500):
+        put(core, number)
+    assert core.counters.refused_full_count == 0
+    assert states_of(core, *range(1000)) == [BlockState.HIT] * 1000
+    assert 500 <= core.counters.evicted_count <= 550
+    core.expire(now_s=601.0)
+    core.check_invariants()
+    for number in range(5000, 5100):
+        put(core, number)
+    assert states_of(core, 0) == [BlockState.MISS]
+
+
+def test_an_eviction_goes_on_call_by_call_until_the_low_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore_server.core.store._EVICTION_COUNT_MAX", 2)
+    core = make_core(high=0.8, low=0.25)
+    for number in range(13):  # the 13th of 16 slots passes the high mark
+        put(core, number)
+    assert core.block_count == 11
+    evicted = [core.evict_to_low_watermark() for _ in range(5)]
+    assert evicted == [2, 2, 2, 1, 0]
+    assert core.block_count == 4
+
+
+def test_another_namespace_is_not_confined_by_a_few_leases() -> None:
+    """One lease in every second slab of a full arena: the other half is enough to grow into."""
+    core = make_core(slab_count=8, namespaces=(SMALL, OTHER))
+    for number in range(32):
+        put(core, number)
+    for number in range(0, 32, 8):
+        core.lease(SMALL.id, hashes(number), owner_id=ALICE, now_s=0.0, duration_s=600.0)
+    for number in range(16):
+        put(core, 100 + number, namespace=OTHER)
+    assert states_of(core, *range(100, 116), namespace=OTHER) == [BlockState.HIT] * 16
+    assert states_of(core, 0, 8, 16, 24) == [BlockState.HIT] * 4
+    core.check_invariants()

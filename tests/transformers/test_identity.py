@@ -114,7 +114,7 @@ class LoraLinear(nn.Module):
 
 def add_adapter(model: Any, *, seed: int) -> Any:
     attention = model.model.layers[2].self_attn
-    attention.k_proj = LoraLinear(attention.k_proj, seed=seed)
+    attention.k_proj = LoraLinear(attention.k_proj, seed=seed).eval()
     return model
 
 
@@ -196,9 +196,53 @@ def test_importing_the_client_loads_neither_torch_nor_transformers() -> None:
     assert run.stdout.strip() == "[]"
 
 
-def test_training_mode_is_refused(make_model: Callable[..., Any]) -> None:
-    with pytest.raises(InvalidArgumentError, match="dropout"):
+def test_training_mode_is_refused(make_model: Callable[..., Any], store: Any) -> None:
+    namespace = namespace_for(make_model())
+    with pytest.raises(InvalidArgumentError, match=r"model.training.*dropout"):
         namespace_for(make_model().train())
+    with pytest.raises(InvalidArgumentError, match="dropout"):
+        PrefixCache(make_model().train(), store, namespace=namespace)
+
+
+def test_an_adapter_that_was_added_in_training_mode_is_refused(make_model: Callable[..., Any]) -> None:
+    """As PEFT adds them, with a dropout of their own, to a model that was put into evaluation mode before."""
+    model = add_adapter(make_model(), seed=1)
+    model.model.layers[2].self_attn.k_proj.train()
+    with pytest.raises(InvalidArgumentError, match=r"k_proj\.training"):
+        namespace_for(model)
+
+
+def test_a_model_without_memory_has_a_namespace_by_its_revision(make_model: Callable[..., Any]) -> None:
+    model = make_model()
+    assert namespace_for(model.to("meta"), weights_revision="a") == namespace_for(make_model(), weights_revision="a")
+
+
+@pytest.mark.parametrize("part", ["", "model.layers.2.self_attn"], ids=["whole model", "one layer"])
+@pytest.mark.parametrize("is_given", [False, True], ids=["namespace of the model", "namespace given"])
+def test_a_model_put_into_training_mode_under_a_prefix_cache_is_refused(
+    make_model: Callable[..., Any], store: Any, part: str, is_given: bool
+) -> None:
+    """The mode changes K and V without touching a weight."""
+    model = make_model(attention_dropout=0.5)
+    with PrefixCache(model, store, namespace=namespace_for(model) if is_given else None) as prefixes:
+        cache = prefixes.prefill(IDS).cache
+        model.get_submodule(part).train()
+        for call in (
+            lambda: prefixes.prefill(IDS),
+            lambda: prefixes.restore(IDS),
+            lambda: prefixes.offload_later(IDS, cache),
+        ):
+            with pytest.raises(InvalidArgumentError, match=f"{part}.*training"):
+                call()
+        model.eval()
+        prefixes.wait()
+        assert prefixes.prefill(IDS).tokens_reused == 48
+
+
+def test_a_model_that_is_met_under_autocast_is_refused(make_model: Callable[..., Any]) -> None:
+    model = make_model()
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(InvalidArgumentError, match="autocast"):
+        namespace_for(model, weights_revision="a")
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])

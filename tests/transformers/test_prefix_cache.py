@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvstore.errors import InvalidArgumentError
+from kvstore.errors import InvalidArgumentError, UnavailableError
 from kvstore.messages import BlockState
 from kvstore_client.integrations.transformers import PrefixCache, namespace_for
 from kvstore_client.integrations.transformers_identity import cache_argument
@@ -260,3 +260,60 @@ def test_the_log_names_why_reuse_stopped_once_and_when_it_is_back(
         "prompts are computed without the store: UNAVAILABLE: gone",
         "the store answers again",
     ]
+
+
+def test_after_close_offloads_are_dropped_and_prompts_still_computed(
+    llama: Any, store: Any, prompt: Callable[..., Any]
+) -> None:
+    ids = prompt(3 * BLOCK + 1)
+    _, without_store = compute(llama, ids)
+    with PrefixCache(llama, store) as prefixes:
+        pass
+    late = prefixes.prefill(ids)
+    assert late.offloaded.result(timeout=0).states == (PutState.DROPPED,) * 3
+    assert isinstance(late.offloaded.result().error, UnavailableError)
+    assert decode(llama, late.logits, late.cache) == without_store
+    assert prefixes.offload(ids, late.cache).states == (PutState.DROPPED,) * 3
+    assert prefixes.wait(timeout_s=0.0)
+    assert store.blocks == {}
+
+
+def test_under_autocast_prompts_are_computed_without_the_store(
+    llama: Any, store: Any, prompt: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other K and V, and once they follow restored ones not even of another dtype."""
+    ids = prompt(3 * BLOCK + 1)
+    with PrefixCache(llama, store) as prefixes:
+        prefixes.prefill(ids[: 2 * BLOCK]).offloaded.result()
+        kept = dict(store.blocks)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            _, without_store = compute(llama, ids)
+            prefill = prefixes.prefill(ids)
+            assert decode(llama, prefill.logits, prefill.cache) == without_store
+            with pytest.raises(InvalidArgumentError, match="autocast"):
+                prefixes.offload(ids, prefill.cache)
+        assert (prefill.tokens_reused, store.blocks) == (0, kept)
+        assert prefill.offloaded.result(timeout=0).states == (PutState.DROPPED,) * 3
+        for error in (prefill.restored.error, prefill.offloaded.result().error):
+            assert isinstance(error, InvalidArgumentError)
+        assert "autocast" in caplog.text
+        assert prefixes.prefill(ids).tokens_reused == 2 * BLOCK
+
+
+def test_computed_blocks_that_do_not_fit_the_namespace_are_dropped_not_raised(
+    make_model: Callable[..., Any],
+    store: Any,
+    prompt: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, ids = make_model("llama"), prompt(3 * BLOCK)
+    with PrefixCache(model, store) as prefixes:
+        # Where nobody sees it from outside, as wrappers for mixed precision do it.
+        monkeypatch.setattr(model, "forward", torch.autocast("cpu", dtype=torch.bfloat16)(model.forward))
+        for _ in range(2):
+            offloaded = prefixes.prefill(ids).offloaded.result(timeout=0)
+            assert offloaded.states == (PutState.DROPPED,) * 3
+            assert isinstance(offloaded.error, InvalidArgumentError)
+    assert store.blocks == {}
+    assert caplog.text.count("computed blocks are not stored") == 1

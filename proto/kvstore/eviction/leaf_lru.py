@@ -9,24 +9,27 @@ from typing import Generic, TypeVar
 Key = TypeVar("Key", bound=Hashable)
 
 _STALE_ENTRIES_MAX = 1024
+_ANCESTORS_MAX = 2048
+"""Blocks that are walked up to look for a ring: a third of a millisecond, and 32k tokens of 16-token blocks."""
 
 
 class _Node(Generic[Key]):
-    __slots__ = ("child_count", "parent", "queued_push", "stamp")
+    __slots__ = ("child_count", "hold_count", "parent", "queued_push", "stamp")
 
     def __init__(self, parent: Key | None, stamp: int) -> None:
         self.parent = parent
         self.stamp = stamp
         self.child_count = 0
+        self.hold_count = 0
         self.queued_push = 0  # number of its queue entry; 0: none
 
 
 class LeafLru(Generic[Key]):
     """Recency of blocks that know their parents.
 
-    A block is a candidate while none of its children is here. Touch a chain tail first, or its tail
-    outlives its head. Every leaf has exactly one entry in the queue, possibly with an old stamp: a touch
-    costs O(1), and old entries are put right when they surface.
+    A block is a candidate while none of its children is here and nobody holds it. Touch a chain tail first, or
+    its tail outlives its head. Every candidate has exactly one entry in the queue, possibly with an old stamp:
+    a touch costs O(1), and old entries are put right when they surface. Held blocks cost a search nothing.
     """
 
     def __init__(self, *, refusal_count_max: int | None = None) -> None:
@@ -48,8 +51,8 @@ class LeafLru(Generic[Key]):
     def insert(self, key: Key, *, parent: Key | None) -> None:
         """Adds a block as the most recent one; its parent may come later, or never.
 
-        Parents are what callers claim. One that would make the block its own ancestor is ignored: in a ring
-        nothing is ever a leaf, so nothing could ever leave.
+        Parents are what callers claim. One that would make the block its own ancestor, or for all that a bounded
+        walk can tell might, is ignored: in a ring nothing is ever a leaf, so nothing could ever leave.
         """
         assert key not in self._nodes, f"{key!r} inserted twice"
         self._clock += 1
@@ -75,6 +78,19 @@ class LeafLru(Generic[Key]):
                 self._clock += 1
                 node.stamp = self._clock
 
+    def hold(self, key: Key) -> None:
+        """Keeps a block from being a candidate, once more, until as many `unhold`s."""
+        self._nodes[key].hold_count += 1
+
+    def unhold(self, key: Key) -> None:
+        node = self._nodes[key]
+        assert node.hold_count > 0, f"{key!r} is not held"
+        node.hold_count -= 1
+        self._queue_leaf(key, node)
+
+    def is_held(self, key: Key) -> bool:
+        return self._nodes[key].hold_count > 0
+
     def remove(self, key: Key) -> None:
         """Takes a block out, whoever asked, even from the middle of a chain."""
         node = self._nodes.pop(key)
@@ -85,9 +101,14 @@ class LeafLru(Generic[Key]):
             self._forget_stale_entries()
 
     def pop_coldest(
-        self, *, goal_bytes: int, size_bytes_of: Callable[[Key], int], may_evict: Callable[[Key], bool]
+        self,
+        *,
+        goal_bytes: int,
+        size_bytes_of: Callable[[Key], int],
+        may_evict: Callable[[Key], bool] = lambda _: True,
+        count_max: int | None = None,
     ) -> list[Key]:
-        """Removes and returns the coldest leaves until they add up to `goal_bytes`, or none is left.
+        """Removes and returns the coldest leaves until they add up to `goal_bytes`, are `count_max`, or none is left.
 
         A parent becomes a candidate in the same call once its last child has gone. Blocks that `may_evict`
         refuses keep their place.
@@ -95,14 +116,17 @@ class LeafLru(Generic[Key]):
         victims: list[Key] = []
         refused: list[Key] = []
         freed_bytes = 0
-        while freed_bytes < goal_bytes and (key := self._pop_leaf(refused, may_evict)) is not None:
+        while freed_bytes < goal_bytes and (count_max is None or len(victims) < count_max):
+            key = self._pop_leaf(refused, may_evict)
+            if key is None:
+                break
             self._unlink(self._nodes.pop(key))
             victims.append(key)
             freed_bytes += size_bytes_of(key)
         self._queue_again(refused)
         return victims
 
-    def peek_coldest(self, *, may_evict: Callable[[Key], bool]) -> Key | None:
+    def peek_coldest(self, *, may_evict: Callable[[Key], bool] = lambda _: True) -> Key | None:
         """The block that `pop_coldest` would take first."""
         seen: list[Key] = []
         key = self._pop_leaf(seen, may_evict)
@@ -117,7 +141,8 @@ class LeafLru(Generic[Key]):
         queued = {(push, key) for _, push, key in self._queue}
         for key, node in self._nodes.items():
             assert node.child_count == counts.pop(key, 0), f"{key!r} counts {node.child_count} children"
-            assert node.child_count or (node.queued_push, key) in queued, f"leaf {key!r} is not queued"
+            is_candidate = not node.child_count and not node.hold_count
+            assert not is_candidate or (node.queued_push, key) in queued, f"leaf {key!r} is not queued"
         assert counts == self._orphan_counts, f"orphans: {self._orphan_counts}, really {counts}"
 
     def _pop_leaf(self, refused: list[Key], may_evict: Callable[[Key], bool]) -> Key | None:
@@ -130,7 +155,7 @@ class LeafLru(Generic[Key]):
             node.queued_push = 0
             if node.stamp != stamp:
                 self._queue_leaf(key, node)
-            elif node.child_count == 0:
+            elif node.child_count == 0 and node.hold_count == 0:
                 if may_evict(key):
                     return key
                 refused.append(key)
@@ -141,7 +166,7 @@ class LeafLru(Generic[Key]):
             self._queue_leaf(key, self._nodes[key])
 
     def _queue_leaf(self, key: Key, node: _Node[Key]) -> None:
-        if node.queued_push == 0 and node.child_count == 0:
+        if node.queued_push == 0 and node.child_count == 0 and node.hold_count == 0:
             self._pushes += 1  # also breaks ties, so that keys need no order
             node.queued_push = self._pushes
             heapq.heappush(self._queue, (node.stamp, self._pushes, key))
@@ -152,10 +177,12 @@ class LeafLru(Generic[Key]):
         if child_count == 0:
             return False  # nobody's ancestor: the usual case, at no cost
         ancestor: Key | None = parent
-        while ancestor is not None and ancestor != key:
+        for _ in range(_ANCESTORS_MAX):
+            if ancestor is None or ancestor == key:
+                return ancestor is not None
             node = self._nodes.get(ancestor)
             ancestor = None if node is None else node.parent
-        return ancestor is not None
+        return True
 
     def _forget_stale_entries(self) -> None:
         """Drops entries of blocks that were removed; they surface too late when nothing is evicted."""

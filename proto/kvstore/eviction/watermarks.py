@@ -21,8 +21,11 @@ class Watermarks:
         if not 0.0 < self.low <= self.high <= 1.0:
             raise InvalidArgumentError.of("watermarks", f"low {self.low}, high {self.high}", "0 < low <= high <= 1")
 
-    def excess_bytes(self, *, used_bytes: int, capacity_bytes: int) -> int:
-        """Bytes to evict now: 0 up to the high mark, else what brings usage down to the low one."""
-        if used_bytes <= self.high * capacity_bytes:
+    def excess_bytes(self, *, used_bytes: int, capacity_bytes: int, is_evicting: bool = False) -> int:
+        """Bytes to evict now: 0 up to the high mark, else what brings usage down to the low one.
+
+        An eviction that was begun (`is_evicting`) goes on below the high mark.
+        """
+        if not is_evicting and used_bytes <= self.high * capacity_bytes:
             return 0
-        return used_bytes - int(self.low * capacity_bytes)
+        return max(used_bytes - int(self.low * capacity_bytes), 0)

@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 # Installed first. On x86 PyPI has only the CUDA build, of some GB even for a machine without a GPU. The CPU build:
-#   make TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+#   make TORCH="torch==2.13.0 --index-url URL"
 TORCH ?= torch==2.13.0
 # Test processes at the same time; more than cores only makes them wait for each other.
 JOBS ?= 2

@@ -11,7 +11,7 @@ import grpc
 
 from kvstore.errors import KvstoreError, UnavailableError
 from kvstore.keys import BlockHash
-from kvstore.messages import BlockState, StoreInfo, StoreStats
+from kvstore.messages import StoreInfo, StoreStats
 from kvstore.namespace import Namespace
 from kvstore.wire import Method
 from kvstore_client.address import find_address
@@ -21,7 +21,7 @@ from kvstore_client.checks import check_blocks, check_lease_s, check_parent_hash
 from kvstore_client.config import ClientConfig
 from kvstore_client.flows import attach, load, prefix, store
 from kvstore_client.flows.attach import Attachment, Scope
-from kvstore_client.flows.prefix import Acquired
+from kvstore_client.flows.prefix import Acquired, HeldPrefix
 from kvstore_client.flows.steps import Call, Flow, Read, Step, Write
 from kvstore_client.guard import Guard
 from kvstore_client.results import GetResult, LookupResult, PutResult
@@ -147,27 +147,14 @@ class Client:
             return cast("_Result", end.value)
 
 
-class Lease:
+class Lease(HeldPrefix):
     """Holds the matched prefix of an `acquire`. Leaving its `with` block releases it."""
 
     def __init__(self, acquired: Acquired, *, lease_s: float, scope: Scope, run: Callable[[Flow[Any]], Any]) -> None:
-        self._acquired = acquired
+        super().__init__(acquired)
         self._lease_s = lease_s
         self._scope = scope
         self._run = run
-
-    @property
-    def states(self) -> tuple[BlockState, ...]:
-        return self._acquired.states
-
-    @property
-    def matched_count(self) -> int:
-        """Leading blocks that are held."""
-        return self._acquired.matched_count
-
-    @property
-    def error(self) -> KvstoreError | None:
-        return self._acquired.error
 
     def renew(self, *, lease_s: float | None = None) -> bool:
         """Holds on for `lease_s` from now (None: as long as at first); False when the hold had ended already."""

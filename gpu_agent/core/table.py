@@ -80,10 +80,6 @@ class BlockTable:
         return self._migrating_count
 
     @property
-    def offloaded_count(self) -> int:
-        return len(self._offloaded)
-
-    @property
     def held_count(self) -> int:
         """Slots that are being read."""
         return len(self._reader_counts)

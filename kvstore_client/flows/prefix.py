@@ -31,6 +31,26 @@ class Acquired:
     error: KvstoreError | None
 
 
+class HeldPrefix:
+    """What `Lease` and `AsyncLease` tell alike."""
+
+    def __init__(self, acquired: Acquired) -> None:
+        self._acquired = acquired
+
+    @property
+    def states(self) -> tuple[BlockState, ...]:
+        return self._acquired.states
+
+    @property
+    def matched_count(self) -> int:
+        """Leading blocks that are held."""
+        return self._acquired.matched_count
+
+    @property
+    def error(self) -> KvstoreError | None:
+        return self._acquired.error
+
+
 def lookup(scope: Scope, *, namespace: Namespace, hashes: Sequence[BlockHash], wait_s: float) -> Flow[LookupResult]:
     states: list[BlockState] = []
     try:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from kvstore.frames import ReadFrame, WriteFrame
-from kvstore.messages import ReadBlocksRequest, WriteBlocksResponse
+from kvstore.keys import BlockHash
+from kvstore.messages import ReadBlocksRequest, TransferPath, WriteBlocksResponse
+from kvstore.namespace import Namespace
 from kvstore.wire import READ_BLOCKS, WRITE_BLOCKS, Method
 
 _Request = TypeVar("_Request")
@@ -47,7 +49,56 @@ class Write:
     timeout_s: float
 
 
-Step: TypeAlias = Call | Read | Write
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Post:
+    """A unary RPC whose answer nobody needs, such as giving a lease back; it never fails and waits for nothing."""
+
+    method: Method[Any, Any]
+    request: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoosePath:
+    """Which way blocks travel at present; the outcome is a `TransferPath`. Never fails."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetch:
+    """Brings blocks that `LeaseBlocks` has leased into `targets`, over any path but STREAM.
+
+    The outcome is one `BlockState` per block: HIT when all of its bytes are there and verified, MISS when it has
+    gone meanwhile, CORRUPT when it came and did not verify; then its target holds nothing of use.
+    """
+
+    path: TransferPath
+    namespace: Namespace
+    hashes: Sequence[BlockHash]
+    targets: Sequence[memoryview]
+    slots: bytes
+    """SLAB, NIXL: one slot record per block."""
+    ticket: bytes
+    """BULK."""
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """Brings blocks into what `ReserveBlocks` has reserved for them, over any path but STREAM.
+
+    The outcome is one `CommitState` per block where the path commits by itself (BULK), or None: the blocks are in
+    their slots, and `CommitBlocks` with `in_slots` is still to come.
+    """
+
+    path: TransferPath
+    namespace: Namespace
+    hashes: Sequence[BlockHash]
+    blocks: Sequence[memoryview]
+    slots: bytes
+    ticket: bytes
+    timeout_s: float
+
+
+Step: TypeAlias = Call | Read | Write | Post | ChoosePath | Fetch | Send
 Flow: TypeAlias = Generator[Step, Any, _Result]
 
 

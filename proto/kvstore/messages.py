@@ -22,7 +22,11 @@ ReservationId = NewType("ReservationId", int)
 Epoch = NewType("Epoch", bytes)
 """16 random bytes, new at every start of a daemon."""
 
+Ticket = NewType("Ticket", bytes)
+"""16 unguessable bytes that let exactly one transfer over the data port happen."""
+
 OWNER_ID_BYTES = 16
+TICKET_BYTES = 16
 BATCH_COUNT_MAX = 65_536
 """Block hashes in one request: a million tokens at 16 tokens per block."""
 LEASE_IDS_MAX = 4_096
@@ -47,6 +51,15 @@ class Tier(IntEnum):
     PEER = 4
 
 
+class TransferPath(IntEnum):
+    """How the bytes of blocks travel; `v1/store.proto` says what each one is."""
+
+    STREAM = 1
+    SLAB = 2
+    BULK = 3
+    NIXL = 4
+
+
 class ReserveState(IntEnum):
     RESERVED = 1
     STORED = 2
@@ -54,6 +67,7 @@ class ReserveState(IntEnum):
     FULL = 4
     DRAINING = 5
     ORPHAN = 6
+    OVERLOADED = 7
 
 
 class CommitState(IntEnum):
@@ -77,6 +91,9 @@ class StoreInfo:
     draining: bool
     batch_count_max: int
     frame_data_bytes_max: int
+    slab_socket: str = ""
+    bulk_port: int = 0
+    nixl_metadata: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,12 +210,31 @@ class ReadBlocksRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseBlocksRequest:
+    namespace_id: NamespaceId
+    owner_id: OwnerId
+    block_hashes: bytes
+    lease_s: float
+    path: TransferPath
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseBlocksResponse:
+    block_states: bytes
+    epoch: Epoch
+    lease_id: LeaseId | None
+    slots: bytes = b""
+    ticket: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReserveBlocksRequest:
     namespace_id: NamespaceId
     owner_id: OwnerId
     block_hashes: bytes
     reservation_s: float
     parent_hash: bytes = b""
+    path: TransferPath = TransferPath.STREAM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +242,8 @@ class ReserveBlocksResponse:
     reserve_states: bytes
     reservation_ids: tuple[ReservationId | None, ...]
     epoch: Epoch
+    slots: bytes = b""
+    ticket: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +255,7 @@ class WriteBlocksResponse:
 class CommitBlocksRequest:
     owner_id: OwnerId
     reservation_ids: tuple[ReservationId, ...]
+    in_slots: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

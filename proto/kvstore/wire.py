@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 
 from kvstore import frames
 from kvstore import messages as m
-from kvstore.errors import ProtocolError
+from kvstore.errors import InvalidArgumentError, ProtocolError
 from kvstore.keys import NamespaceId
 from kvstore.namespace import Namespace
 from kvstore.v1 import agent_pb2, store_pb2
@@ -81,7 +81,17 @@ def _fields(source: Any, names: tuple[str, ...]) -> dict[str, Any]:
 
 # --- GetStoreInfo, GetStoreStats
 
-_INFO = ("version", "protocol_version", "epoch", "draining", "batch_count_max", "frame_data_bytes_max")
+_INFO = (
+    "version",
+    "protocol_version",
+    "epoch",
+    "draining",
+    "batch_count_max",
+    "frame_data_bytes_max",
+    "slab_socket",
+    "bulk_port",
+    "nixl_metadata",
+)
 _STATS = (
     "capacity_bytes",
     "ready_bytes",
@@ -327,6 +337,65 @@ def _decode_read(data: bytes) -> m.ReadBlocksRequest:
     return m.ReadBlocksRequest(namespace_id=NamespaceId(pb.namespace_id), block_hashes=pb.block_hashes)
 
 
+def _path(number: int) -> m.TransferPath:
+    try:
+        return m.TransferPath(number)
+    except ValueError:
+        raise InvalidArgumentError.of("path", number, ", ".join(path.name for path in m.TransferPath)) from None
+
+
+def _encode_lease_blocks(value: m.LeaseBlocksRequest) -> bytes:
+    return store_pb2.LeaseBlocksRequest(
+        namespace_id=value.namespace_id,
+        owner_id=value.owner_id,
+        block_hashes=value.block_hashes,
+        lease_duration=_duration(value.lease_s),
+        path=cast("Any", int(value.path)),  # the stubs know only their own enum
+    ).SerializeToString()
+
+
+def _decode_lease_blocks(data: bytes) -> m.LeaseBlocksRequest:
+    pb = _parse(store_pb2.LeaseBlocksRequest, data)
+    return m.LeaseBlocksRequest(
+        namespace_id=NamespaceId(pb.namespace_id),
+        owner_id=m.OwnerId(pb.owner_id),
+        block_hashes=pb.block_hashes,
+        lease_s=_seconds(pb.lease_duration),
+        path=_path(pb.path),
+    )
+
+
+def _encode_leased_blocks(value: m.LeaseBlocksResponse) -> bytes:
+    return store_pb2.LeaseBlocksResponse(
+        block_states=value.block_states,
+        epoch=value.epoch,
+        lease_id=value.lease_id or 0,
+        slots=value.slots,
+        ticket=value.ticket,
+    ).SerializeToString()
+
+
+def _decode_leased_blocks(data: bytes) -> m.LeaseBlocksResponse:
+    pb = _parse(store_pb2.LeaseBlocksResponse, data)
+    return m.LeaseBlocksResponse(
+        block_states=pb.block_states,
+        epoch=m.Epoch(pb.epoch),
+        lease_id=m.LeaseId(pb.lease_id) if pb.lease_id else None,
+        slots=pb.slots,
+        ticket=pb.ticket,
+    )
+
+
+LEASE_BLOCKS: Method[m.LeaseBlocksRequest, m.LeaseBlocksResponse] = Method(
+    service=STORE_SERVICE,
+    name="LeaseBlocks",
+    encode_request=_encode_lease_blocks,
+    decode_request=_decode_lease_blocks,
+    encode_response=_encode_leased_blocks,
+    decode_response=_decode_leased_blocks,
+)
+
+
 def _decode_verify(data: bytes) -> m.VerifyBlocksRequest:
     pb = _parse(store_pb2.VerifyBlocksRequest, data)
     return m.VerifyBlocksRequest(namespace_id=NamespaceId(pb.namespace_id), block_hashes=pb.block_hashes)
@@ -366,6 +435,7 @@ def _encode_reserve(value: m.ReserveBlocksRequest) -> bytes:
         parent_hash=value.parent_hash,
         block_hashes=value.block_hashes,
         reservation_duration=_duration(value.reservation_s),
+        path=cast("Any", int(value.path)),  # the stubs know only their own enum
     ).SerializeToString()
 
 
@@ -377,6 +447,7 @@ def _decode_reserve(data: bytes) -> m.ReserveBlocksRequest:
         parent_hash=pb.parent_hash,
         block_hashes=pb.block_hashes,
         reservation_s=_seconds(pb.reservation_duration),
+        path=_path(pb.path) if pb.path else m.TransferPath.STREAM,
     )
 
 
@@ -385,6 +456,8 @@ def _encode_reserved(value: m.ReserveBlocksResponse) -> bytes:
         reserve_states=value.reserve_states,
         reservation_ids=[reservation or 0 for reservation in value.reservation_ids],
         epoch=value.epoch,
+        slots=value.slots,
+        ticket=value.ticket,
     ).SerializeToString()
 
 
@@ -394,13 +467,17 @@ def _decode_reserved(data: bytes) -> m.ReserveBlocksResponse:
         reserve_states=pb.reserve_states,
         reservation_ids=tuple(m.ReservationId(number) if number else None for number in pb.reservation_ids),
         epoch=m.Epoch(pb.epoch),
+        slots=pb.slots,
+        ticket=pb.ticket,
     )
 
 
 def _decode_commit(data: bytes) -> m.CommitBlocksRequest:
     pb = _parse(store_pb2.CommitBlocksRequest, data)
     return m.CommitBlocksRequest(
-        owner_id=m.OwnerId(pb.owner_id), reservation_ids=tuple(m.ReservationId(number) for number in pb.reservation_ids)
+        owner_id=m.OwnerId(pb.owner_id),
+        reservation_ids=tuple(m.ReservationId(number) for number in pb.reservation_ids),
+        in_slots=pb.in_slots,
     )
 
 
@@ -434,7 +511,7 @@ COMMIT_BLOCKS: Method[m.CommitBlocksRequest, m.CommitBlocksResponse] = Method(
     service=STORE_SERVICE,
     name="CommitBlocks",
     encode_request=lambda value: store_pb2.CommitBlocksRequest(
-        owner_id=value.owner_id, reservation_ids=value.reservation_ids
+        owner_id=value.owner_id, reservation_ids=value.reservation_ids, in_slots=value.in_slots
     ).SerializeToString(),
     decode_request=_decode_commit,
     encode_response=lambda value: store_pb2.CommitBlocksResponse(commit_states=value.commit_states).SerializeToString(),
@@ -456,6 +533,22 @@ ABORT_RESERVATIONS: Method[m.AbortReservationsRequest, m.AbortReservationsRespon
         aborted_count=_parse(store_pb2.AbortReservationsResponse, data).aborted_count
     ),
 )
+
+UNARY_STORE_METHODS: tuple[Method[Any, Any], ...] = (
+    GET_STORE_INFO,
+    GET_STORE_STATS,
+    OPEN_NAMESPACE,
+    LOOKUP_BLOCKS,
+    ACQUIRE_PREFIX,
+    RENEW_LEASES,
+    RELEASE_LEASES,
+    VERIFY_BLOCKS,
+    RESERVE_BLOCKS,
+    COMMIT_BLOCKS,
+    ABORT_RESERVATIONS,
+    LEASE_BLOCKS,
+)
+"""All unary RPCs of the store. On the slab socket a method is known by its place here, so new ones go to the end."""
 
 # --- AgentService
 

@@ -26,6 +26,14 @@ class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TIER_NVME: _ClassVar[Tier]
     TIER_PEER: _ClassVar[Tier]
 
+class TransferPath(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TRANSFER_PATH_UNSPECIFIED: _ClassVar[TransferPath]
+    TRANSFER_PATH_STREAM: _ClassVar[TransferPath]
+    TRANSFER_PATH_SLAB: _ClassVar[TransferPath]
+    TRANSFER_PATH_BULK: _ClassVar[TransferPath]
+    TRANSFER_PATH_NIXL: _ClassVar[TransferPath]
+
 class ReserveState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     RESERVE_STATE_UNSPECIFIED: _ClassVar[ReserveState]
@@ -35,6 +43,7 @@ class ReserveState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RESERVE_STATE_FULL: _ClassVar[ReserveState]
     RESERVE_STATE_DRAINING: _ClassVar[ReserveState]
     RESERVE_STATE_ORPHAN: _ClassVar[ReserveState]
+    RESERVE_STATE_OVERLOADED: _ClassVar[ReserveState]
 
 class CommitState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -53,6 +62,11 @@ TIER_VRAM: Tier
 TIER_MEMORY: Tier
 TIER_NVME: Tier
 TIER_PEER: Tier
+TRANSFER_PATH_UNSPECIFIED: TransferPath
+TRANSFER_PATH_STREAM: TransferPath
+TRANSFER_PATH_SLAB: TransferPath
+TRANSFER_PATH_BULK: TransferPath
+TRANSFER_PATH_NIXL: TransferPath
 RESERVE_STATE_UNSPECIFIED: ReserveState
 RESERVE_STATE_RESERVED: ReserveState
 RESERVE_STATE_STORED: ReserveState
@@ -60,6 +74,7 @@ RESERVE_STATE_PENDING: ReserveState
 RESERVE_STATE_FULL: ReserveState
 RESERVE_STATE_DRAINING: ReserveState
 RESERVE_STATE_ORPHAN: ReserveState
+RESERVE_STATE_OVERLOADED: ReserveState
 COMMIT_STATE_UNSPECIFIED: CommitState
 COMMIT_STATE_COMMITTED: CommitState
 COMMIT_STATE_EXPIRED: CommitState
@@ -77,7 +92,7 @@ class GetStoreInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStoreInfoResponse(_message.Message):
-    __slots__ = ("version", "protocol_version", "epoch", "uptime_duration", "draining", "batch_count_max", "frame_data_bytes_max")
+    __slots__ = ("version", "protocol_version", "epoch", "uptime_duration", "draining", "batch_count_max", "frame_data_bytes_max", "slab_socket", "bulk_port", "nixl_metadata")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +100,9 @@ class GetStoreInfoResponse(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     BATCH_COUNT_MAX_FIELD_NUMBER: _ClassVar[int]
     FRAME_DATA_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    SLAB_SOCKET_FIELD_NUMBER: _ClassVar[int]
+    BULK_PORT_FIELD_NUMBER: _ClassVar[int]
+    NIXL_METADATA_FIELD_NUMBER: _ClassVar[int]
     version: str
     protocol_version: int
     epoch: bytes
@@ -92,7 +110,10 @@ class GetStoreInfoResponse(_message.Message):
     draining: bool
     batch_count_max: int
     frame_data_bytes_max: int
-    def __init__(self, version: _Optional[str] = ..., protocol_version: _Optional[int] = ..., epoch: _Optional[bytes] = ..., uptime_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., draining: _Optional[bool] = ..., batch_count_max: _Optional[int] = ..., frame_data_bytes_max: _Optional[int] = ...) -> None: ...
+    slab_socket: str
+    bulk_port: int
+    nixl_metadata: bytes
+    def __init__(self, version: _Optional[str] = ..., protocol_version: _Optional[int] = ..., epoch: _Optional[bytes] = ..., uptime_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., draining: _Optional[bool] = ..., batch_count_max: _Optional[int] = ..., frame_data_bytes_max: _Optional[int] = ..., slab_socket: _Optional[str] = ..., bulk_port: _Optional[int] = ..., nixl_metadata: _Optional[bytes] = ...) -> None: ...
 
 class GetStoreStatsRequest(_message.Message):
     __slots__ = ()
@@ -276,29 +297,63 @@ class ReadBlocksResponse(_message.Message):
     data: bytes
     def __init__(self, block_index: _Optional[int] = ..., block_state: _Optional[_Union[BlockState, str]] = ..., offset_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
+class LeaseBlocksRequest(_message.Message):
+    __slots__ = ("namespace_id", "owner_id", "block_hashes", "lease_duration", "path")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    OWNER_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    LEASE_DURATION_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    owner_id: bytes
+    block_hashes: bytes
+    lease_duration: _duration_pb2.Duration
+    path: TransferPath
+    def __init__(self, namespace_id: _Optional[bytes] = ..., owner_id: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., path: _Optional[_Union[TransferPath, str]] = ...) -> None: ...
+
+class LeaseBlocksResponse(_message.Message):
+    __slots__ = ("block_states", "epoch", "lease_id", "slots", "ticket")
+    BLOCK_STATES_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    block_states: bytes
+    epoch: bytes
+    lease_id: int
+    slots: bytes
+    ticket: bytes
+    def __init__(self, block_states: _Optional[bytes] = ..., epoch: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., slots: _Optional[bytes] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+
 class ReserveBlocksRequest(_message.Message):
-    __slots__ = ("namespace_id", "owner_id", "parent_hash", "block_hashes", "reservation_duration")
+    __slots__ = ("namespace_id", "owner_id", "parent_hash", "block_hashes", "reservation_duration", "path")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     OWNER_ID_FIELD_NUMBER: _ClassVar[int]
     PARENT_HASH_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_DURATION_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     owner_id: bytes
     parent_hash: bytes
     block_hashes: bytes
     reservation_duration: _duration_pb2.Duration
-    def __init__(self, namespace_id: _Optional[bytes] = ..., owner_id: _Optional[bytes] = ..., parent_hash: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., reservation_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    path: TransferPath
+    def __init__(self, namespace_id: _Optional[bytes] = ..., owner_id: _Optional[bytes] = ..., parent_hash: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., reservation_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., path: _Optional[_Union[TransferPath, str]] = ...) -> None: ...
 
 class ReserveBlocksResponse(_message.Message):
-    __slots__ = ("reserve_states", "reservation_ids", "epoch")
+    __slots__ = ("reserve_states", "reservation_ids", "epoch", "slots", "ticket")
     RESERVE_STATES_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_IDS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
     reserve_states: bytes
     reservation_ids: _containers.RepeatedScalarFieldContainer[int]
     epoch: bytes
-    def __init__(self, reserve_states: _Optional[bytes] = ..., reservation_ids: _Optional[_Iterable[int]] = ..., epoch: _Optional[bytes] = ...) -> None: ...
+    slots: bytes
+    ticket: bytes
+    def __init__(self, reserve_states: _Optional[bytes] = ..., reservation_ids: _Optional[_Iterable[int]] = ..., epoch: _Optional[bytes] = ..., slots: _Optional[bytes] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class WriteBlocksRequest(_message.Message):
     __slots__ = ("reservation_id", "owner_id", "offset_bytes", "data")
@@ -319,12 +374,14 @@ class WriteBlocksResponse(_message.Message):
     def __init__(self, landed_bytes: _Optional[int] = ...) -> None: ...
 
 class CommitBlocksRequest(_message.Message):
-    __slots__ = ("owner_id", "reservation_ids")
+    __slots__ = ("owner_id", "reservation_ids", "in_slots")
     OWNER_ID_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_IDS_FIELD_NUMBER: _ClassVar[int]
+    IN_SLOTS_FIELD_NUMBER: _ClassVar[int]
     owner_id: bytes
     reservation_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, owner_id: _Optional[bytes] = ..., reservation_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    in_slots: bool
+    def __init__(self, owner_id: _Optional[bytes] = ..., reservation_ids: _Optional[_Iterable[int]] = ..., in_slots: _Optional[bool] = ...) -> None: ...
 
 class CommitBlocksResponse(_message.Message):
     __slots__ = ("commit_states",)

@@ -1,0 +1,20 @@
+"""Who a request comes from, as its transport has found out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstore.messages import OwnerId
+from kvstore_server.core.tenants import DEFAULT_TENANT, Tenant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    tenant: Tenant
+    session_id: OwnerId | None = None
+    """On the slab socket: the session, which is the owner of all slab leases and reservations made through it."""
+    may_write: bool = True
+
+
+LOOPBACK = Caller(tenant=DEFAULT_TENANT)
+"""Whoever reaches gRPC: only this machine does, and there is no authentication there yet."""

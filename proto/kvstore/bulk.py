@@ -1,0 +1,100 @@
+"""The data port: blocks over a plain byte stream, authorised by a ticket. Format: docs/formats/bulk.md.
+
+All integers are little-endian. A connection carries any number of transfers, one after the other:
+
+    read   client: request            daemon: reply, then for each block of the ticket: block header, block
+    write  client: request, then for each block of the ticket: block header, block
+           daemon: reply, then one CommitState byte per block
+
+A block is its envelope and its payload. A refused transfer ends with its reply, whose text says why, and the
+connection closes after it.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+from kvstore.errors import ProtocolError
+from kvstore.messages import Ticket
+
+BULK_VERSION = 1
+_MAGIC = b"KVBK"
+_REQUEST = struct.Struct("<4sHH16sI4x")
+_REPLY = struct.Struct("<4sHHII")
+_BLOCK = struct.Struct("<IIQ")
+
+REQUEST_BYTES = _REQUEST.size
+REPLY_BYTES = _REPLY.size
+BLOCK_HEADER_BYTES = _BLOCK.size
+
+
+class Direction(IntEnum):
+    READ = 1
+    WRITE = 2
+
+
+class BulkStatus(IntEnum):
+    OK = 0
+    REFUSED = 1
+    """Unknown, used or expired ticket, or one for something else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferRequest:
+    direction: Direction
+    ticket: Ticket
+    block_count: int
+
+    def encode(self) -> bytes:
+        return _REQUEST.pack(_MAGIC, BULK_VERSION, self.direction, self.ticket, self.block_count)
+
+    @classmethod
+    def decode(cls, data: bytes) -> TransferRequest:
+        magic, version, direction, ticket, block_count = _REQUEST.unpack(data)
+        if magic != _MAGIC or version != BULK_VERSION:
+            raise ProtocolError(f"not a version {BULK_VERSION} transfer request: magic {magic!r}, version {version}")
+        try:
+            return cls(direction=Direction(direction), ticket=Ticket(ticket), block_count=block_count)
+        except ValueError as error:
+            raise ProtocolError(f"transfer request: {error}") from error
+
+
+class TransferReply(NamedTuple):
+    status: BulkStatus
+    block_count: int
+    text_bytes: int = 0
+    """Bytes of UTF-8 that follow a refusal and say why."""
+
+    def encode(self) -> bytes:
+        return _REPLY.pack(_MAGIC, BULK_VERSION, self.status, self.block_count, self.text_bytes)
+
+    @classmethod
+    def decode(cls, data: bytes) -> TransferReply:
+        magic, version, status, block_count, text_bytes = _REPLY.unpack(data)
+        if magic != _MAGIC or version != BULK_VERSION:
+            raise ProtocolError(f"not a version {BULK_VERSION} transfer reply: magic {magic!r}, version {version}")
+        try:
+            return cls(BulkStatus(status), block_count, text_bytes)
+        except ValueError as error:
+            raise ProtocolError(f"transfer reply: {error}") from error
+
+
+class BlockHeader(NamedTuple):
+    """In front of each block; `size_bytes` 0: the block is not there after all, and nothing follows."""
+
+    position: int
+    """Of the block among those of the ticket."""
+    size_bytes: int
+
+    def encode(self) -> bytes:
+        return _BLOCK.pack(self.position, 0, self.size_bytes)
+
+    @classmethod
+    def decode(cls, data: bytes) -> BlockHeader:
+        position, zero, size_bytes = _BLOCK.unpack(data)
+        if zero:
+            raise ProtocolError(f"block header has {zero:#x} where zero must be")
+        return cls(position, size_bytes)

@@ -12,6 +12,8 @@ BUF_VERSION := 1.75.0
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+PEERS_VENV := .venv-peers
+PEERS_INSTALLED := $(PEERS_VENV)/.installed
 BUF := $(VENV)/buf/$(BUF_VERSION)/node_modules/.bin/buf
 PROTOS := $(wildcard proto/kvstore/v1/*.proto)
 CODE := kvstore kvstore_client kvstore_server gpu_agent
@@ -27,7 +29,7 @@ MAKEFLAGS += --no-print-directory --no-builtin-rules
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install demo test soak bench lint format types imports proto proto-check docs docs-check ci clean
+.PHONY: help install demo test soak bench bench-peers lint format types imports proto proto-check docs docs-check ci clean
 
 help: ## this list
 	@echo "usage: make TARGET"
@@ -57,8 +59,24 @@ test: $(INSTALLED) ## every test that can run on this machine
 soak: $(INSTALLED) ## the long tests
 	@$(PYTEST) -m soak --timeout 3600
 
-bench: $(INSTALLED) ## what hashing a prompt costs
+bench: $(INSTALLED) ## this machine's speed: blocks, lookups, and what hashing a prompt costs
+	@$(BIN)/kvstore bench node
+	@$(BIN)/kvstore bench stream
+	@$(BIN)/kvstore bench lookup
 	@$(BIN)/python bench/hashing.py
+
+bench-peers: $(PEERS_INSTALLED) ## our speed beside Redis, memcached, LMCache and Mooncake, into bench/results and docs
+	@$(PEERS_VENV)/bin/python bench/peers/run.py --out bench/results/peers.json
+	@$(PEERS_VENV)/bin/python bench/peers/plot.py bench/results/peers.json docs/peers.svg
+
+$(PEERS_INSTALLED): pyproject.toml bench/peers/requirements.txt
+	@test -x $(PEERS_VENV)/bin/python || $(PYTHON) -m venv $(PEERS_VENV)
+	@echo "==> $(PEERS_VENV): this package, $(firstword $(TORCH)) and the peers' packages (1.6 GB, some minutes)"
+	@$(PEERS_VENV)/bin/python -m pip install --quiet --upgrade pip
+	@$(PEERS_VENV)/bin/python -m pip install --quiet $(TORCH)
+	@$(PEERS_VENV)/bin/python -m pip install --quiet --editable . --requirement bench/peers/requirements.txt
+	@$(PEERS_VENV)/bin/python -m pip install --quiet --no-deps lmcache==0.5.6
+	@touch $@
 
 lint: $(INSTALLED) ## formatting and lint
 	@echo "==> ruff"
@@ -105,5 +123,5 @@ docs-check: $(INSTALLED) ## the generated docs are up to date
 ci: lint types imports proto-check docs-check test ## all gates and tests, as CI runs them
 
 clean: ## removes what the targets above made
-	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(PEERS_VENV) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

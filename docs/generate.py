@@ -108,10 +108,13 @@ def metrics() -> str:
 def daemon_sections() -> Iterator[str]:
     flags = {option.name: option.opts[0] for option in serve.params if isinstance(option, click.Option) and option.name}
     for section, info in Config.model_fields.items():
+        yield from ("", f"### {section}", "", str(info.description), "")
+        if typing.get_origin(info.annotation) is tuple:
+            yield from list_section(section, typing.get_args(info.annotation)[0])
+            continue
         model = info.annotation
         assert isinstance(model, type), f"{section} is {model!r}"
         assert issubclass(model, BaseModel), f"{section} is no section"
-        yield from ("", f"### {section}", "", str(info.description), "")
         rows = []
         for name, field in model.model_fields.items():
             variable = f"{ENV_PREFIX}{section}{ENV_DELIMITER}{name}".upper()
@@ -121,27 +124,53 @@ def daemon_sections() -> Iterator[str]:
         yield from table("setting", "variable, flag", "allowed", "default", "meaning", rows=rows)
 
 
+def list_section(section: str, model: type[BaseModel]) -> Iterator[str]:
+    """A section that is a list: in a variable it is JSON."""
+    rows = [
+        (f"`{section}[].{name}`", allowed(field), default_of(field), one_line(field.description))
+        for name, field in model.model_fields.items()
+    ]
+    yield from table("setting", "allowed", "default", "meaning", rows=rows)
+    yield from ("", f"A list; as the variable `{ENV_PREFIX}{section.upper()}` it is one of JSON objects.")
+
+
 def allowed(field: FieldInfo) -> str:
-    annotation: Any = field.annotation
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        annotation = next(part for part in typing.get_args(annotation) if part is not type(None))
-    if typing.get_origin(annotation) is typing.Annotated:
-        annotation = typing.get_args(annotation)[0]
-    if typing.get_origin(annotation) is typing.Literal:
-        return ", ".join(f"`{choice}`" for choice in typing.get_args(annotation))
+    return values_of(field.annotation, field.metadata)
+
+
+def values_of(annotation: Any, metadata: Iterable[Any] = ()) -> str:
+    """In words, what may stand for a type."""
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return ", or ".join(values_of(part, metadata) for part in parts if part is not type(None))
+    if origin is typing.Annotated:
+        inner = [part for one in annotation.__metadata__ if isinstance(one, FieldInfo) for part in one.metadata]
+        return values_of(parts[0], inner)
+    if origin is typing.Literal:
+        return ", ".join(f"`{choice}`" for choice in parts)
+    if origin is tuple:
+        return f"list of: {values_of(parts[0])}"
     bounds = [
-        f"{words} {getattr(bound, attribute):g}"
-        for bound in field.metadata
+        f"{words} {shown(getattr(bound, attribute))}"
+        for bound in metadata
         for kind, (words, attribute) in BOUNDS.items()
         if isinstance(bound, kind)
     ]
     return ", ".join([KINDS[annotation], *bounds])
 
 
+def shown(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"
+
+
 def default_of(field: FieldInfo) -> str:
     """A computed default differs between machines, so it is described, not shown."""
+    if field.is_required():
+        return "required"
     if field.default_factory is not None:
         return "by machine"
+    if isinstance(field.default, bool):
+        return f"`{str(field.default).lower()}`"
     return "none" if field.default is None else f"`{field.default}`"
 
 

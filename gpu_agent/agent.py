@@ -9,19 +9,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 
-from torch import Tensor
-
+from gpu_agent.arenas import ArenaRegistrar
 from gpu_agent.config import AgentConfig
 from gpu_agent.core.pause import Pause
 from gpu_agent.core.planner import plan_copies
 from gpu_agent.core.table import Place
-from gpu_agent.device import Device, open_device
+from gpu_agent.device import CallerRows, Device, open_device
+from gpu_agent.load import Loader
 from gpu_agent.metrics import AgentSnapshot
 from gpu_agent.migration import Migrator
+from gpu_agent.offload import Offloader
 from gpu_agent.pool import Pool
 from gpu_agent.reload import Reloader
 from gpu_agent.room import RoomMaker
-from gpu_agent.rows import as_rows, chain_parents, check_hashes, check_parent_hash
+from gpu_agent.rows import as_caller_rows, chain_parents, check_hashes, check_parent_hash, check_targets
 from gpu_agent.store import Store
 from kvstore import __version__
 from kvstore.errors import DeadlineExceededError, KvstoreError, UnavailableError
@@ -77,11 +78,20 @@ class GpuAgent:
         staging_count = max(1, config.staging_capacity_bytes // block_bytes)
         self._batch_count_max = min(config.batch_count_max, half_count)
         self._load_count_max = min(staging_count, half_count)
+        self._arenas = ArenaRegistrar(self._device)
+        offload_count_max = min(staging_count, self._batch_count_max)
         self._migrator = Migrator(
             pool=self._pool,
             store=client,
             namespace=namespace,
-            staging_count=min(staging_count, self._batch_count_max),
+            offloader=Offloader(
+                pool=self._pool,
+                arenas=self._arenas,
+                store=client,
+                namespace=namespace,
+                staging_count=offload_count_max,
+            ),
+            part_count_max=offload_count_max,
             cooldown_steps=config.cooldown_steps,
             pause=Pause(min_s=config.retry_pause_initial_s, max_s=config.retry_pause_max_s),
         )
@@ -91,11 +101,16 @@ class GpuAgent:
         self._reloader = Reloader(
             pool=self._pool,
             room=self._room,
-            store=client,
-            namespace=namespace,
-            staging_count=self._load_count_max,
+            loader=Loader(
+                pool=self._pool,
+                arenas=self._arenas,
+                store=client,
+                namespace=namespace,
+                staging_count=self._load_count_max,
+            ),
             cooldown_steps=config.cooldown_steps,
         )
+        self._arenas.start()
         self._migrator.start()
 
     @property
@@ -113,12 +128,13 @@ class GpuAgent:
             return self._migrator.failure
 
     def store(
-        self, hashes: Sequence[BlockHash], blocks: Tensor, *, parent_hash: BlockHash | None = None
+        self, hashes: Sequence[BlockHash], blocks: CallerRows, *, parent_hash: BlockHash | None = None
     ) -> tuple[bool, ...]:
         """Puts blocks into the pool, making room in batches; says per block whether it is there.
 
-        `blocks` holds one block per row, on the host or the agent's device, any dtype. When this returns the
-        caller may overwrite it: on the host at once, on the device by anything queued on the current stream.
+        `blocks` holds one block per row, on the host or the agent's device, any dtype; or it is pages of the engine's
+        cache, which are gathered. When this returns the caller may overwrite it: on the host at once, on the device by
+        anything queued on the current stream.
         A block without room, and so every later one of the chain, is False. Blocks already there are kept.
         """
         check_hashes(hashes, field="hashes")
@@ -140,17 +156,19 @@ class GpuAgent:
         return tuple(stored)
 
     def load(
-        self, hashes: Sequence[BlockHash], into: Tensor, *, parent_hash: BlockHash | None = None
+        self, hashes: Sequence[BlockHash], into: CallerRows, *, parent_hash: BlockHash | None = None
     ) -> tuple[BlockState, ...]:
         """Fills one row of `into` per HIT, from the pool or through it from the store; works in parts of any size.
 
-        `into` is on the host or on the agent's device; what the caller does with it after the return, on the
-        host or queued on the current stream, sees the bytes. Rows of other blocks are as they were. `parent_hash`
-        matters only for blocks that this agent has not seen before: it is what they follow in their chain.
+        `into` is on the host or on the agent's device: rows, or pages of the engine's cache. What the caller does with
+        it after the return, on the host or queued on the current stream, sees the bytes. Rows of other blocks are as
+        they were. `parent_hash` matters only for blocks that this agent has not seen before: it is what they follow
+        in their chain.
         """
         check_hashes(hashes, field="hashes")
         check_parent_hash(parent_hash)
         rows = self._rows(into, row_count=len(hashes), field="into")
+        check_targets(rows, field="into")
         states: list[BlockState] = []
         asks_store = True
         with self._take_turn():
@@ -245,6 +263,7 @@ class GpuAgent:
             self._is_closed = True
         self._migrator.stop(timeout_s=self._config.close_wait_s)
         with self._turn:
+            self._arenas.close(timeout_s=self._config.close_wait_s)
             self._device.close()
 
     def __enter__(self) -> GpuAgent:
@@ -268,19 +287,14 @@ class GpuAgent:
                     raise UnavailableError("this agent is closed")
             yield
 
-    def _rows(self, tensor: Tensor, *, row_count: int, field: str) -> Tensor:
-        return as_rows(
-            tensor,
-            row_count=row_count,
-            block_bytes=self._pool.block_bytes,
-            device_name=self._device.name,
-            field=field,
-        )
+    def _rows(self, blocks: CallerRows, *, row_count: int, field: str) -> CallerRows:
+        layout = self._namespace.block_layout
+        return as_caller_rows(blocks, row_count=row_count, layout=layout, device_name=self._device.name, field=field)
 
     def _store_part(
         self,
         hashes: Sequence[BlockHash],
-        rows: Tensor,
+        rows: CallerRows,
         *,
         parent_hash: BlockHash | None,
         deadline_s: float,
@@ -306,7 +320,9 @@ class GpuAgent:
             pool.counters.refused_count += len(refused)
         return [block_hash not in refused for block_hash in hashes]
 
-    def _land(self, taken: Sequence[BlockHash], *, rows: Tensor, source_rows: list[int], slots: list[SlotId]) -> None:
+    def _land(
+        self, taken: Sequence[BlockHash], *, rows: CallerRows, source_rows: list[int], slots: list[SlotId]
+    ) -> None:
         pool = self._pool
         landed = False
         try:
@@ -326,7 +342,7 @@ class GpuAgent:
     def _load_part(
         self,
         hashes: Sequence[BlockHash],
-        rows: Tensor,
+        rows: CallerRows,
         *,
         parent_hash: BlockHash | None,
         deadline_s: float,

@@ -31,7 +31,7 @@ class AgentConfig:
     room is needed and nothing else is left."""
     staging_capacity_bytes: int = 64 << 20
     """Bytes of each of the two page-locked buffers, offload and load; at least one block. Batches that are larger
-    go through in parts."""
+    go through in parts, also where the device reaches the daemon's memory and needs no buffer."""
     room_wait_s: float = 1.0
     """Longest wait of one `store` or `load` for migration to make room, beside the time that its bytes take at
     `offload_rate_min_bytes_per_s`; then the coldest blocks are dropped."""

@@ -23,6 +23,9 @@ class Counters:
     offloaded_bytes: int = 0
     """Bytes that crossed the link downwards; a block that the daemon still has moves none."""
     loaded_bytes: int = 0
+    direct_offloaded_bytes: int = 0
+    """Of `offloaded_bytes`, those that the device wrote into the store's slots itself."""
+    direct_loaded_bytes: int = 0
     migration_batch_count: int = 0
     migration_refused_count: int = 0
     """Blocks that the daemon did not take, or not within its deadline."""

@@ -115,6 +115,12 @@ METRICS: tuple[MetricSpec, ...] = (
         read=lambda s: {"d2h": s.counters.offloaded_bytes, "h2d": s.counters.loaded_bytes},
     ),
     MetricSpec(
+        name="kvstore_agent_direct_bytes_total",
+        help="Migrated bytes that the device moved to or from the store's memory itself, without a copy by the CPU.",
+        label="direction",
+        read=lambda s: {"d2h": s.counters.direct_offloaded_bytes, "h2d": s.counters.direct_loaded_bytes},
+    ),
+    MetricSpec(
         name="kvstore_agent_migration_batches_total",
         help="Batches offloaded.",
         read=lambda s: s.counters.migration_batch_count,

@@ -1,4 +1,4 @@
-"""Carries plans out: VRAM → staging → daemon, in the background."""
+"""Carries plans out: VRAM → daemon, in the background."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 
 import structlog
 
 from gpu_agent.core.pause import Pause
 from gpu_agent.core.planner import Batch, Run, cut_runs
+from gpu_agent.offload import Offloader
 from gpu_agent.pool import Pool
-from gpu_agent.rows import as_buffer
 from gpu_agent.store import Store
 from kvstore.errors import KvstoreError
 from kvstore.keys import BlockHash
@@ -25,7 +26,7 @@ _log = structlog.get_logger("kvstore.agent")
 
 
 class Migrator:
-    """One thread that offloads batch after batch through one bounded staging buffer.
+    """One thread that offloads batch after batch, in parts of at most `part_count_max` blocks.
 
     A block leaves the pool only when the daemon said that it has it. Everything else stays resident: blocks
     that it refused (in a cool-down), and on a failed call the rest of the batch and all batches behind it,
@@ -41,7 +42,8 @@ class Migrator:
         pool: Pool,
         store: Store,
         namespace: Namespace,
-        staging_count: int,
+        offloader: Offloader,
+        part_count_max: int,
         cooldown_steps: int,
         pause: Pause,
     ) -> None:
@@ -51,8 +53,8 @@ class Migrator:
         self._cooldown_steps = cooldown_steps
         self._pause = pause
         self._is_failing = False
-        self._staging_count = staging_count
-        self._staging = pool.device.allocate_staging(row_count=staging_count, block_bytes=pool.block_bytes)
+        self._offloader = offloader
+        self._part_count_max = part_count_max
         self._queue: deque[Batch] = deque()
         self._busy_since_s: float | None = None
         self._is_stopping = False
@@ -142,7 +144,7 @@ class Migrator:
                 del unanswered[block_hash]
                 self._settle_stored(block_hash, keeps_resident=batch.keeps_resident)
         if error is None:
-            for runs in cut_runs(batch.runs, skip=below, block_count_max=self._staging_count):
+            for runs in cut_runs(batch.runs, skip=below, block_count_max=self._part_count_max):
                 error = self._send(runs, unanswered=unanswered, keeps_resident=batch.keeps_resident)
                 if error is not None or self._is_stopping:
                     break
@@ -175,30 +177,20 @@ class Migrator:
         pool = self._pool
         with pool.changed:
             slots = [pool.table.migrating_slot(block_hash) for run in runs for block_hash in run.block_hashes]
-        rows = range(len(slots))
-        pool.device.copy_rows(source=pool.memory, source_rows=slots, target=self._staging, target_rows=rows).wait()
-        start_row = 0
-        for run in runs:
-            end_row = start_row + len(run.block_hashes)
-            result = self._store.put(
-                self._namespace,
-                run.block_hashes,
-                as_buffer(self._staging, start_row=start_row, end_row=end_row),
-                parent_hash=run.parent_hash,
-            )
-            start_row = end_row
-            with pool.changed:
-                pool.counters.offloaded_bytes += len(run.block_hashes) * pool.block_bytes
-                for block_hash, state in zip(run.block_hashes, result.states, strict=True):
-                    if state in _STORED:
-                        del unanswered[block_hash]
-                        self._settle_stored(block_hash, keeps_resident=keeps_resident)
-                    elif result.error is None:
-                        del unanswered[block_hash]
-                        self._settle_refused(block_hash)
-                pool.changed.notify_all()
-            if result.error is not None or self._is_stopping:
-                return result.error
+        with closing(self._offloader.send(runs, slots)) as answers:
+            for run, result in answers:
+                with pool.changed:
+                    pool.counters.offloaded_bytes += len(run.block_hashes) * pool.block_bytes
+                    for block_hash, state in zip(run.block_hashes, result.states, strict=True):
+                        if state in _STORED:
+                            del unanswered[block_hash]
+                            self._settle_stored(block_hash, keeps_resident=keeps_resident)
+                        elif result.error is None:
+                            del unanswered[block_hash]
+                            self._settle_refused(block_hash)
+                    pool.changed.notify_all()
+                if result.error is not None or self._is_stopping:
+                    return result.error
         return None
 
     # --- locked

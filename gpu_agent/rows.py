@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from gpu_agent.device import PagedBlocks
 from kvstore.errors import InvalidArgumentError
 from kvstore.keys import HASH_BYTES, BlockHash
+from kvstore.layout import BlockLayout
 
 
 def check_hashes(hashes: Sequence[BlockHash], *, field: str) -> None:
@@ -51,6 +54,29 @@ def as_rows(tensor: Tensor, *, row_count: int, block_bytes: int, device_name: st
             f"a contiguous tensor of {row_count} blocks of {block_bytes} bytes",
         )
     return tensor.reshape(-1).view(torch.uint8).view(row_count, block_bytes)
+
+
+def as_caller_rows(
+    blocks: Tensor | PagedBlocks, *, row_count: int, layout: BlockLayout, device_name: str, field: str
+) -> Tensor | PagedBlocks:
+    """What the caller gave, checked: rows of bytes, or pages of a cache that is laid out as the blocks are."""
+    if not isinstance(blocks, PagedBlocks):
+        return as_rows(
+            blocks, row_count=row_count, block_bytes=layout.payload_bytes, device_name=device_name, field=field
+        )
+    if len(blocks) != row_count:
+        raise InvalidArgumentError.of(field, f"pages of {len(blocks)} blocks", f"{row_count}, one per hash")
+    if blocks.cache.layout != layout:
+        raise InvalidArgumentError.of(field, f"pages in {blocks.cache.layout}", f"the namespace's layout, {layout}")
+    if str(blocks.cache.device) not in ("cpu", device_name):
+        raise InvalidArgumentError.of(field, f"pages on {blocks.cache.device}", f"on cpu or {device_name}")
+    return blocks
+
+
+def check_targets(blocks: Tensor | PagedBlocks, *, field: str) -> None:
+    """No page may be filled from two blocks: which one it had in the end would be chance."""
+    if isinstance(blocks, PagedBlocks) and len(np.unique(blocks.pages)) != blocks.pages.size:
+        raise InvalidArgumentError.of(field, "pages twice", "every page once")
 
 
 def as_buffer(staging: Tensor, *, start_row: int, end_row: int) -> memoryview:

@@ -9,11 +9,15 @@ from __future__ import annotations
 from kvstore_client.aio import AsyncClient, AsyncLease
 from kvstore_client.client import Client, Lease
 from kvstore_client.config import ClientConfig
+from kvstore_client.reserved import Reserved
 from kvstore_client.results import GetResult, LookupResult, PutResult, PutState
+from kvstore_client.views import AsyncViews, BlockView, Views
 
 __all__ = [
     "AsyncClient",
     "AsyncLease",
+    "AsyncViews",
+    "BlockView",
     "Client",
     "ClientConfig",
     "GetResult",
@@ -21,4 +25,6 @@ __all__ = [
     "LookupResult",
     "PutResult",
     "PutState",
+    "Reserved",
+    "Views",
 ]

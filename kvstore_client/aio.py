@@ -1,4 +1,4 @@
-"""The client for asyncio. Decisions are in `flows`; here their steps are carried out over gRPC."""
+"""The client for asyncio. Decisions are in `flows`; an `AsyncCarrier` carries their steps out."""
 
 from __future__ import annotations
 
@@ -7,29 +7,25 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
-import grpc.aio
-
-from kvstore.errors import KvstoreError, UnavailableError
+from kvstore.errors import KvstoreError
 from kvstore.keys import BlockHash
 from kvstore.messages import StoreInfo, StoreStats
 from kvstore.namespace import Namespace
-from kvstore.wire import Method
 from kvstore_client.address import find_address
+from kvstore_client.aio_carrier import AsyncCarrier
 from kvstore_client.buffers import Buffers, block_views
-from kvstore_client.channel import CHANNEL_OPTIONS, FailedCall, encode_frames, new_owner_id, translate
 from kvstore_client.checks import check_blocks, check_lease_s, check_parent_hash, check_wait_s
 from kvstore_client.config import ClientConfig
-from kvstore_client.flows import attach, load, prefix, store
+from kvstore_client.flows import attach, load, look, prefix, store
 from kvstore_client.flows.attach import Attachment, Scope
 from kvstore_client.flows.prefix import Acquired, HeldPrefix
-from kvstore_client.flows.steps import Call, Flow, Read, Step, Write
-from kvstore_client.guard import Guard
+from kvstore_client.flows.steps import Call, Flow, Step
+from kvstore_client.ids import new_owner_id
 from kvstore_client.results import GetResult, LookupResult, PutResult
+from kvstore_client.views import AsyncViews
 
 _Result = TypeVar("_Result")
 
-_CHECKSUM_BYTES_MAX = 2 << 20
-"""Bytes whose checksums are taken on the loop, within a millisecond; a thread costs about a tenth of one."""
 _CLEAN_UP_S = 2.0
 """Seconds that giving reservations back may take after a put was cancelled; later they expire by themselves."""
 
@@ -38,16 +34,18 @@ class AsyncClient:
     """`Client` for asyncio, with the same promises, for many tasks of one event loop.
 
     It may be made anywhere and connects in the loop that first uses it; used in another loop later, it connects
-    anew there. Verifying and copying a block happen on the loop, under a millisecond for 2 MiB. A cancelled
-    call ends at once and is cancelled at the daemon, too. What a cancelled put has reserved there is given back in
-    the background; what a cancelled acquire may have leased expires.
+    anew there. What takes longer than a millisecond or so, such as copying more than 2 MiB between memories, happens
+    in threads. A cancelled call ends once nothing touches the caller's memory any more: at once over streams, within a
+    block's copying on the daemon's node, with its transfer over the data port. It is cancelled at the daemon, too:
+    what a cancelled put has reserved there is given back in the background; what a cancelled acquire or view may
+    have leased expires, or goes with the client.
     """
 
     def __init__(self, address: str | None = None, *, config: ClientConfig = ClientConfig()) -> None:  # noqa: B008
         self.address = find_address(address)
         self._config = config
         self._scope = Scope(config=config, attachment=Attachment())
-        self._transport = _Transport(self.address, config=config)
+        self._carrier = AsyncCarrier(self.address, config=config)
         self._clean_ups: set[asyncio.Task[None]] = set()
 
     async def info(self) -> StoreInfo:
@@ -87,7 +85,18 @@ class AsyncClient:
             field="into",
             is_writable=True,
         )
-        return await self._run(load.get(self._scope, namespace=namespace, hashes=hashes, targets=targets))
+        flow = load.get(self._scope, namespace=namespace, hashes=hashes, targets=targets, owner_id=new_owner_id())
+        return await self._run(flow)
+
+    async def view(
+        self, namespace: Namespace, hashes: Sequence[BlockHash], *, lease_s: float | None = None
+    ) -> AsyncViews:
+        """See `Client.view`."""
+        check_blocks(namespace, hashes)
+        lease_s = self._config.lease_s if lease_s is None else lease_s
+        check_lease_s(lease_s)
+        flow = look.view(self._scope, namespace=namespace, hashes=hashes, owner_id=new_owner_id(), lease_s=lease_s)
+        return AsyncViews(await self._run(flow), lease_s=lease_s, scope=self._scope, run=self._run)
 
     async def put(
         self,
@@ -97,11 +106,7 @@ class AsyncClient:
         *,
         parent_hash: BlockHash | None = None,
     ) -> PutResult:
-        """See `Client.put`: the memory must be left alone from the call on until its end, cancelled or not.
-
-        Checksums of more than 2 MiB are taken in a thread, which keeps the memory alive, but does nothing to it,
-        for a moment after a cancellation.
-        """
+        """See `Client.put`: the memory must be left alone from the call on until its end, cancelled or not."""
         check_blocks(namespace, hashes, is_distinct=True)
         check_parent_hash(parent_hash)
         views = block_views(
@@ -111,16 +116,11 @@ class AsyncClient:
             field="blocks",
             is_writable=False,
         )
-        if sum(map(len, views)) > _CHECKSUM_BYTES_MAX:
-            checksums = await asyncio.to_thread(store.checksum_blocks, views)
-        else:
-            checksums = store.checksum_blocks(views)
         flow = store.put(
             self._scope,
             namespace=namespace,
             hashes=hashes,
             blocks=views,
-            checksums=checksums,
             parent_hash=parent_hash,
             owner_id=new_owner_id(),
         )
@@ -135,7 +135,7 @@ class AsyncClient:
         clean_ups = [task for task in self._clean_ups if task.get_loop() is loop]
         if clean_ups:
             await asyncio.wait(clean_ups, timeout=_CLEAN_UP_S)
-        await self._transport.aclose()
+        await self._carrier.aclose()
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -168,7 +168,7 @@ class AsyncClient:
     async def _attempt(self, step: Step) -> object:
         """The step's outcome, or its error."""
         try:
-            return await self._transport.carry_out(step)
+            return await self._carrier.carry_out(step)
         except KvstoreError as error:
             return error
 
@@ -217,72 +217,3 @@ class AsyncLease(HeldPrefix):
 
 def _resume(flow: Flow[Any], outcome: object) -> Step:
     return flow.throw(outcome) if isinstance(outcome, KvstoreError) else flow.send(outcome)
-
-
-class _Transport:
-    """Carries out steps on a channel that belongs to the running loop."""
-
-    def __init__(self, address: str, *, config: ClientConfig) -> None:
-        self._address = address
-        self._guard = Guard(address=address, config=config)
-        self._channel: grpc.aio.Channel | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._is_closed = False
-        self._callables: dict[str, Any] = {}
-
-    async def carry_out(self, step: Step) -> object:
-        if isinstance(step, Call) and not step.is_guarded:
-            return await self._perform(step)
-        with self._guard.watching():
-            return await self._perform(step)
-
-    async def aclose(self) -> None:
-        self._is_closed = True
-        channel, self._channel = self._channel, None
-        self._callables.clear()
-        if channel is not None and self._loop is asyncio.get_running_loop():
-            await channel.close()
-
-    async def _perform(self, step: Step) -> object:
-        try:
-            match step:
-                case Call(method=method):
-                    data = await self._callable(method)(method.encode_request(step.request), timeout=step.timeout_s)
-                    return method.decode_response(data)
-                case Read():
-                    await self._read(step)
-                    return None
-                case Write(method=method):
-                    data = await self._callable(method)(encode_frames(step.frames), timeout=step.timeout_s)
-                    return method.decode_response(data)
-        except grpc.aio.AioRpcError as error:
-            raise translate(cast("FailedCall", error), method_name=step.method.name) from error
-        except (grpc.aio.UsageError, asyncio.CancelledError) as error:
-            # What calls get when another task closes the channel below them; our own cancellation goes on.
-            task = asyncio.current_task()
-            if self._is_closed and not (task is not None and task.cancelling()):
-                raise UnavailableError("the client is closed") from error
-            raise
-
-    async def _read(self, step: Read) -> None:
-        stream = self._callable(step.method)(step.method.encode_request(step.request), timeout=step.timeout_s)
-        try:
-            async for data in stream:
-                step.on_frame(step.method.decode_response(data))
-        finally:
-            stream.cancel()
-
-    def _callable(self, method: Method[Any, Any]) -> Any:
-        """Bytes in, bytes out, as in `client`."""
-        if self._is_closed:
-            raise UnavailableError("the client is closed")
-        loop = asyncio.get_running_loop()
-        if self._channel is None or self._loop is not loop:
-            self._callables.clear()
-            self._loop = loop
-            self._channel = grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
-        found = self._callables.get(method.path)
-        if found is None:
-            found = getattr(self._channel, method.streams.value)(method.path)
-            self._callables[method.path] = found
-        return found

@@ -12,10 +12,23 @@ import grpc
 from kvstore import wire
 from kvstore.errors import REASON_METADATA_KEY, KvstoreError, error_from_status
 from kvstore.frames import WriteFrame
-from kvstore.messages import FRAME_DATA_BYTES_MAX, OWNER_ID_BYTES, OwnerId
+from kvstore.messages import FRAME_DATA_BYTES_MAX
 
 _MESSAGE_BYTES_MAX = FRAME_DATA_BYTES_MAX + (2 << 20)
 """A frame, or 65,536 hashes (2 MiB), with room for its header."""
+STREAM_WINDOW_BYTES = 8 << 20
+"""What gRPC sends ahead of the reader, and takes from the writer ahead of the network: four blocks of 2 MiB."""
+
+STREAM_OPTIONS: list[tuple[str, Any]] = [
+    # Measured, each a few per cent (docs/adr/0005-grpc-streams.md). One HTTP/2 frame for a whole frame of ours ...
+    ("grpc.http2.max_frame_size", (1 << 24) - 1),
+    # ... a window of several blocks from the start, instead of one that is found out by probing ...
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", STREAM_WINDOW_BYTES),
+    # ... and the next block is made ready while the last ones are sent.
+    ("grpc.http2.write_buffer_size", STREAM_WINDOW_BYTES),
+]
+"""For both ends of a connection that blocks travel on."""
 
 _IDEMPOTENT = (
     wire.GET_STORE_INFO,
@@ -48,6 +61,7 @@ _SERVICE_CONFIG = json.dumps(
 )
 
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
+    *STREAM_OPTIONS,
     ("grpc.max_send_message_length", _MESSAGE_BYTES_MAX),
     ("grpc.max_receive_message_length", _MESSAGE_BYTES_MAX),
     ("grpc.service_config", _SERVICE_CONFIG),
@@ -91,10 +105,10 @@ def translate(failed: FailedCall, *, method_name: str) -> KvstoreError:
     )
 
 
+def client_metadata() -> tuple[tuple[str, str], ...]:
+    """What all calls of one client carry: the name it takes among the daemon's clients."""
+    return ((wire.CLIENT_METADATA_KEY, secrets.token_hex(8)),)
+
+
 def encode_frames(frames: Iterable[WriteFrame]) -> Iterator[bytes]:
     return map(wire.WRITE_BLOCKS.encode_request, frames)
-
-
-def new_owner_id() -> OwnerId:
-    """Unguessable, and used for one acquisition or put only: see `Acquired`."""
-    return OwnerId(secrets.token_bytes(OWNER_ID_BYTES))

@@ -13,8 +13,9 @@ from kvstore.namespace import Namespace
 def check_blocks(namespace: Namespace, hashes: Sequence[BlockHash], *, is_distinct: bool = False) -> None:
     if not isinstance(namespace, Namespace):
         raise InvalidArgumentError.of("namespace", namespace, "a kvstore Namespace")
-    # Sets rather than a loop over up to a million hashes.
-    if not set(map(type, hashes)) <= {bytes} or not set(map(len, hashes)) <= {HASH_BYTES}:
+    # Counted rather than looked at one by one: there may be thousands.
+    count = len(hashes)
+    if list(map(type, hashes)).count(bytes) != count or list(map(len, hashes)).count(HASH_BYTES) != count:
         wrong = next(item for item in hashes if type(item) is not bytes or len(item) != HASH_BYTES)
         raise InvalidArgumentError.of("hashes", wrong, f"block hashes, each {HASH_BYTES} bytes")
     if is_distinct and len(set(hashes)) != len(hashes):

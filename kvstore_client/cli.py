@@ -43,6 +43,7 @@ _COMMANDS = {
     "ping": _Entry("kvstore_client.cli:ping", "Check that a daemon answers, and how fast."),
     "stats": _Entry("kvstore_client.cli:stats", "Show what a daemon holds and has done."),
     "config": _Entry("kvstore_server.cli:config", "Show the settings that `kvstore serve` would run with."),
+    "bench": _Entry("kvstore_client.bench.cli:bench", "Measure blocks and lookups beside what this machine can do."),
     "agent": _Entry("gpu_agent.cli:agent", "Run the agent that keeps blocks in VRAM.", "agent"),
     "demo": _Entry("gpu_agent.demo.cli:demo", "See the whole store at work on a real model.", "demo"),
 }
@@ -141,7 +142,9 @@ def ping(address: str | None, *, is_json: bool, timeout_s: float) -> None:
             "epoch": info.epoch.hex(),
             "address": used_address,
             "round_trip_s": round(round_trip_s, 6),
+            "has_nixl": bool(info.nixl_metadata),
         }
+        del shown["nixl_metadata"]  # who has it has the daemon's memory: nothing for a log
         click.echo(json.dumps(shown))
         return
     state = "draining, takes no new blocks" if info.draining else "serving"

@@ -1,30 +1,30 @@
-"""The client for threads. Decisions are in `flows`; here their steps are carried out over gRPC."""
+"""The client for threads. Decisions are in `flows`; a `Carrier` carries their steps out."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
-import grpc
-
-from kvstore.errors import KvstoreError, UnavailableError
+from kvstore.errors import InvalidArgumentError, KvstoreError
 from kvstore.keys import BlockHash
 from kvstore.messages import StoreInfo, StoreStats
 from kvstore.namespace import Namespace
-from kvstore.wire import Method
 from kvstore_client.address import find_address
 from kvstore_client.buffers import Buffers, block_views
-from kvstore_client.channel import CHANNEL_OPTIONS, FailedCall, encode_frames, new_owner_id, translate
+from kvstore_client.carrier import Carrier
 from kvstore_client.checks import check_blocks, check_lease_s, check_parent_hash, check_wait_s
 from kvstore_client.config import ClientConfig
-from kvstore_client.flows import attach, load, prefix, store
+from kvstore_client.flows import attach, fill, load, look, prefix, store
 from kvstore_client.flows.attach import Attachment, Scope
+from kvstore_client.flows.fill import Filling
 from kvstore_client.flows.prefix import Acquired, HeldPrefix
-from kvstore_client.flows.steps import Call, Flow, Read, Step, Write
-from kvstore_client.guard import Guard
+from kvstore_client.flows.steps import Flow
+from kvstore_client.ids import new_owner_id
+from kvstore_client.paths.slab import Arena
+from kvstore_client.reserved import Reserved
 from kvstore_client.results import GetResult, LookupResult, PutResult
+from kvstore_client.views import Views
 
 _Result = TypeVar("_Result")
 
@@ -35,14 +35,15 @@ class Client:
     Many threads may share a client. Every call ends by its deadline. `lookup`, `acquire`, `get` and `put` raise
     `InvalidArgumentError` for wrong input and nothing else: whatever happens to the daemon reads as misses, with
     the reason in the result's `error`. After a restart of the daemon the client goes on by itself. It connects
-    at the first call; gRPC does not survive a fork in mid-use, so a process that forks makes its clients after.
+    at the first call: on the daemon's node to its slab socket, so that blocks are copied from memory to memory, else
+    over gRPC. gRPC does not survive a fork in mid-use, so a process that forks makes its clients after.
     """
 
     def __init__(self, address: str | None = None, *, config: ClientConfig = ClientConfig()) -> None:  # noqa: B008
         self.address = find_address(address)
         self._config = config
         self._scope = Scope(config=config, attachment=Attachment())
-        self._transport = _Transport(self.address, config=config)
+        self._carrier = Carrier(self.address, config=config)
 
     def info(self) -> StoreInfo:
         """Who the daemon is; raises `KvstoreError` when it cannot answer."""
@@ -74,7 +75,8 @@ class Client:
     def get(self, namespace: Namespace, hashes: Sequence[BlockHash], into: Buffers) -> GetResult:
         """Loads blocks into the caller's memory: one buffer for all, or one per block.
 
-        A block that is a HIT was verified and is wholly there; the memory of every other block is untouched.
+        A block that is a HIT was verified and is wholly there. The memory of a MISS is untouched, unless the block
+        left the store while it was being copied; what that, or a block that is CORRUPT, leaves there is of no use.
         """
         check_blocks(namespace, hashes)
         targets = block_views(
@@ -84,7 +86,20 @@ class Client:
             field="into",
             is_writable=True,
         )
-        return self._run(load.get(self._scope, namespace=namespace, hashes=hashes, targets=targets))
+        flow = load.get(self._scope, namespace=namespace, hashes=hashes, targets=targets, owner_id=new_owner_id())
+        return self._run(flow)
+
+    def view(self, namespace: Namespace, hashes: Sequence[BlockHash], *, lease_s: float | None = None) -> Views:
+        """Blocks where they lie, without a copy: held until released, or for `lease_s` (None: the config's).
+
+        On the daemon's node they are looked at in the daemon's own memory. Elsewhere each is a private copy
+        (`is_copy`), so that the same code works everywhere.
+        """
+        check_blocks(namespace, hashes)
+        lease_s = self._config.lease_s if lease_s is None else lease_s
+        check_lease_s(lease_s)
+        flow = look.view(self._scope, namespace=namespace, hashes=hashes, owner_id=new_owner_id(), lease_s=lease_s)
+        return Views(self._run(flow), lease_s=lease_s, scope=self._scope, run=self._run)
 
     def put(
         self,
@@ -96,10 +111,10 @@ class Client:
     ) -> PutResult:
         """Stores blocks that follow each other in one chain; `parent_hash` is the block before the first one.
 
-        The caller may reuse its memory as soon as this returns, and must leave it alone until then. The checksums of
-        all blocks are taken first, at several GB/s. A change after that costs the block: the daemon commits none
-        whose checksum does not match. A change before that cannot be told from what should have been there: a block
-        that is being changed while its checksum has yet to be taken may be stored with the wrong bytes.
+        The caller may reuse its memory as soon as this returns, and must leave it alone until then. A change after a
+        block's checksum was taken costs the block: it is not stored, or is found out by the first who reads it. A
+        change before that cannot be told from what should have been there, and is stored. The checksums are taken
+        before the first block leaves when they go over streams, else block by block.
         """
         check_blocks(namespace, hashes, is_distinct=True)
         check_parent_hash(parent_hash)
@@ -115,15 +130,48 @@ class Client:
             namespace=namespace,
             hashes=hashes,
             blocks=views,
-            checksums=store.checksum_blocks(views),
             parent_hash=parent_hash,
             owner_id=new_owner_id(),
         )
         return self._run(flow)
 
+    def reserve(
+        self, namespace: Namespace, hashes: Sequence[BlockHash], *, parent_hash: BlockHash | None = None
+    ) -> Reserved:
+        """Room for blocks that follow each other in one chain, to be filled in place and committed; see `Reserved`.
+
+        On the daemon's node the slots are the daemon's own memory. Elsewhere they are private (`is_copy`), and sent
+        when they are committed, so that the same code works everywhere. They are held for the config's
+        `reservation_s`: what is committed later than that is dropped.
+        """
+        check_blocks(namespace, hashes, is_distinct=True)
+        check_parent_hash(parent_hash)
+        if len(hashes) > self._config.batch_count_max:
+            raise InvalidArgumentError.of("hashes", f"{len(hashes)} blocks", f"up to {self._config.batch_count_max}")
+        filling: Filling = self._run(
+            fill.begin(
+                self._scope, namespace=namespace, hashes=hashes, parent_hash=parent_hash, owner_id=new_owner_id()
+            )
+        )
+        return Reserved(
+            filling,
+            session=self._carrier.session(filling.reservations.owner_id),
+            put=lambda blocks: self.put(namespace, hashes, blocks, parent_hash=parent_hash),
+            scope=self._scope,
+            run=self._run,
+        )
+
+    def arenas(self) -> tuple[Arena, ...]:
+        """The daemon's memory as far as this client has mapped it, for who registers it with a device; asks nobody.
+
+        There is none before blocks were first moved, and none where no memory is shared. What is mapped stays so for
+        as long as anything refers to it.
+        """
+        return self._carrier.arenas()
+
     def close(self) -> None:
         """Ends calls under way in other threads as misses; later ones are misses at once."""
-        self._transport.close()
+        self._carrier.close()
 
     def __enter__(self) -> Client:
         return self
@@ -138,7 +186,7 @@ class Client:
             step = next(flow)
             while True:
                 try:
-                    outcome = self._transport.carry_out(step)
+                    outcome = self._carrier.carry_out(step)
                 except KvstoreError as error:
                     step = flow.throw(error)
                 else:
@@ -173,70 +221,3 @@ class Lease(HeldPrefix):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
-
-
-class _Transport:
-    """Carries out steps on a channel that is opened by the first of them."""
-
-    def __init__(self, address: str, *, config: ClientConfig) -> None:
-        self._address = address
-        self._guard = Guard(address=address, config=config)
-        self._lock = threading.Lock()
-        self._channel: grpc.Channel | None = None
-        self._is_closed = False
-        self._callables: dict[str, Any] = {}
-
-    def carry_out(self, step: Step) -> object:
-        if isinstance(step, Call) and not step.is_guarded:
-            return self._perform(step)
-        with self._guard.watching():
-            return self._perform(step)
-
-    def close(self) -> None:
-        with self._lock:
-            self._is_closed = True
-            channel, self._channel = self._channel, None
-            self._callables.clear()
-        if channel is not None:
-            channel.close()
-
-    def _perform(self, step: Step) -> object:
-        try:
-            match step:
-                case Call(method=method):
-                    data = self._callable(method)(method.encode_request(step.request), timeout=step.timeout_s)
-                    return method.decode_response(data)
-                case Read():
-                    self._read(step)
-                    return None
-                case Write(method=method):
-                    data = self._callable(method)(encode_frames(step.frames), timeout=step.timeout_s)
-                    return method.decode_response(data)
-        except grpc.RpcError as error:
-            raise translate(cast("FailedCall", error), method_name=step.method.name) from error
-        except ValueError as error:
-            if self._is_closed:  # gRPC's answer to a call on a channel that another thread has just closed
-                raise UnavailableError("the client is closed") from error
-            raise
-
-    def _read(self, step: Read) -> None:
-        stream = self._callable(step.method)(step.method.encode_request(step.request), timeout=step.timeout_s)
-        try:
-            for data in stream:
-                step.on_frame(step.method.decode_response(data))
-        finally:
-            stream.cancel()
-
-    def _callable(self, method: Method[Any, Any]) -> Any:
-        """Bytes in, bytes out: gRPC would turn an error of ours while decoding into one without its reason."""
-        found = self._callables.get(method.path)
-        if found is not None:
-            return found
-        with self._lock:
-            if self._is_closed:
-                raise UnavailableError("the client is closed")
-            if self._channel is None:
-                self._channel = grpc.insecure_channel(self._address, options=CHANNEL_OPTIONS)
-            found = getattr(self._channel, method.streams.value)(method.path)
-            self._callables[method.path] = found
-            return found

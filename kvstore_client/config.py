@@ -1,4 +1,4 @@
-"""How long a client waits, how much it moves at once, and when it stops asking."""
+"""How long a client waits, how much it moves at once and which way, and when it stops asking."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from kvstore.errors import InvalidArgumentError
 from kvstore.messages import BATCH_COUNT_MAX, LEASE_S_MAX, RESERVATION_S_MAX
+
+TRANSPORTS = ("auto", "slab", "bulk", "grpc", "nixl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,12 @@ class ClientConfig:
     reservation_s: float = 30.0
     """Seconds after which the daemon gives up a write that was never finished. Several times the longest batch
     (writing and committing 64 MiB: 2 x 4 s)."""
+    transport: str = "auto"
+    """How blocks travel: `auto` takes mapped memory on the daemon's own node, else the data port, else gRPC streams;
+    `slab`, `bulk`, `grpc` and `nixl` insist on one. With `auto`, `$KVSTORE_TRANSPORT` says."""
+    copy_thread_count_max: int = 2
+    """Threads that share the copying of one call, the calling one included, while cores are idle. Two reach what
+    the memory gives on most machines."""
     breaker_failure_count: int = 3
     """Refused connections in a row that stop further calls. A passed deadline stops them at once: it has
     already cost the caller seconds."""
@@ -48,6 +56,8 @@ class ClientConfig:
             # `not >` rather than `<=`: NaN must fail, too.
             if not value > 0 or value == float("inf"):
                 raise InvalidArgumentError.of(name, value, "a finite number above 0")
+        if self.transport not in TRANSPORTS:
+            raise InvalidArgumentError.of("transport", self.transport, ", ".join(TRANSPORTS))
         if not self.batch_count_max <= BATCH_COUNT_MAX:
             raise InvalidArgumentError.of("batch_count_max", self.batch_count_max, f"1 to {BATCH_COUNT_MAX}")
         if not self.lease_s <= LEASE_S_MAX:
@@ -64,4 +74,4 @@ class ClientConfig:
         return self.data_timeout_base_s + transfer_bytes / self.data_rate_min_bytes_per_s
 
 
-_POSITIVE = tuple(ClientConfig.__dataclass_fields__)
+_POSITIVE = tuple(set(ClientConfig.__dataclass_fields__) - {"transport"})

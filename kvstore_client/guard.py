@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from types import TracebackType
 
 from kvstore.errors import DeadlineExceededError, KvstoreError, UnavailableError
 from kvstore_client.breaker import Admission, Breaker
@@ -25,25 +25,11 @@ class Guard:
             cooldown_max_s=config.breaker_cooldown_max_s,
         )
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> _Watch:
         """Around one call; raises `UnavailableError` instead of letting it happen while the circuit is open."""
-        admission = self._admit()
-        try:
-            yield
-        except (UnavailableError, DeadlineExceededError) as error:
-            with self._lock:
-                self._breaker.record_failure(
-                    admission, now_s=self._clock(), is_timeout=isinstance(error, DeadlineExceededError)
-                )
-            raise
-        except KvstoreError:
-            self._record_success()
-            raise
-        else:
-            self._record_success()
+        return _Watch(self)
 
-    def _admit(self) -> Admission:
+    def admit(self) -> Admission:
         now_s = self._clock()
         with self._lock:
             admission = self._breaker.admit(now_s=now_s)
@@ -54,6 +40,28 @@ class Guard:
             )
         return admission
 
-    def _record_success(self) -> None:
+    def record(self, admission: Admission, error: BaseException | None) -> None:
+        """How a call ended. What is no operating error, such as an interrupt, says nothing about the daemon."""
         with self._lock:
-            self._breaker.record_success()
+            if isinstance(error, (UnavailableError, DeadlineExceededError)):
+                is_timeout = isinstance(error, DeadlineExceededError)
+                self._breaker.record_failure(admission, now_s=self._clock(), is_timeout=is_timeout)
+            elif error is None or isinstance(error, KvstoreError):
+                self._breaker.record_success()
+
+
+class _Watch:
+    """A context manager by hand: it is around every call, and a generator would cost as much as the rest of it."""
+
+    __slots__ = ("_admission", "_guard")
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+
+    def __enter__(self) -> None:
+        self._admission = self._guard.admit()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._guard.record(self._admission, error)

@@ -53,6 +53,9 @@ class Addresses:
     unix_address: str | None
     metrics_address: str
     pid: int
+    slab_address: str | None = None
+    """Of the daemon alone, as is the next one."""
+    bulk_address: str | None = None
 
 
 def open_standard_files() -> None:

@@ -34,7 +34,8 @@ class LookupResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GetResult:
-    """HIT means: verified, and wholly in the caller's buffer. Buffers of other blocks are as they were."""
+    """HIT means: verified, and wholly in the caller's buffer. Buffers of other blocks hold nothing of use; that of a
+    MISS is as it was, unless the block left the store while it was being copied."""
 
     states: tuple[BlockState, ...]
     matched_count: int
@@ -45,8 +46,8 @@ class GetResult:
 class PutResult:
     """`stored_count` blocks were readable when the put returned, by this put or before it.
 
-    Where blocks were DROPPED, `refusal` is why the daemon did not admit the first of them (FULL, DRAINING), or
-    `error` is what went wrong; both are None only when a reservation ended before its bytes were there.
+    Where blocks were DROPPED, `refusal` is why the daemon did not admit the first of them (FULL, DRAINING,
+    OVERLOADED), or `error` is what went wrong; both are None only when a reservation ended before its bytes were there.
     """
 
     states: tuple[PutState, ...]

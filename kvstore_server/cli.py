@@ -12,12 +12,19 @@ import click
 
 from kvstore.errors import InvalidArgumentError, KvstoreError
 from kvstore_client.hosting import open_standard_files
+from kvstore_client.start_environment import (
+    ALLOCATOR_MMAP_THRESHOLD_BYTES,
+    ALLOCATOR_TRIM_THRESHOLD_BYTES,
+    GRPC_EXPERIMENTS,
+)
 from kvstore_server.config import Config, load_config, unknown_environment
+from kvstore_server.machine import keep_freed_memory
 
 _FLAGS: tuple[tuple[str, str, str, type, str], ...] = (
     ("--memory-capacity", "memory", "capacity", str, "Bytes of host memory for blocks, such as 8GiB. A hard cap."),
     ("--grpc-port", "grpc", "port", int, "TCP port of the store service; 0 takes a free one.  [default: 7450]"),
     ("--socket-path", "grpc", "socket_path", str, "Unix socket for clients on this node; '' for none."),
+    ("--bulk-port", "bulk", "port", str, "TCP port of the data port; 0 takes a free one.  [default: 7452]"),
     ("--metrics-port", "metrics", "port", int, "TCP port of /metrics; 0 takes a free one.  [default: 7451]"),
     ("--log-level", "log", "level", str, "debug, info, warning or error.  [default: info]"),
     ("--log-format", "log", "format", str, "auto, console or json.  [default: auto]"),
@@ -76,7 +83,10 @@ def serve(config_file: Path | None, ready_file: Path | None, as_json: bool, **fl
     if as_json:
         flags["log__format"] = "json"
     config = _load(config_file, flags)
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # read when gRPC starts; its lines on stderr are not ours
+    # Read when gRPC starts. Its lines on stderr are not ours.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)
+    keep_freed_memory(request_bytes_max=ALLOCATOR_MMAP_THRESHOLD_BYTES, kept_bytes=ALLOCATOR_TRIM_THRESHOLD_BYTES)
     import structlog
     import uvloop
 

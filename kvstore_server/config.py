@@ -7,6 +7,8 @@ command-line flags. docs/configuration.md is generated from this file.
 from __future__ import annotations
 
 import os
+import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -30,6 +32,7 @@ from pydantic_settings import (
 )
 
 from kvstore.errors import InvalidArgumentError
+from kvstore.slab import SLAB_SOCKET_SUFFIX
 from kvstore_client.address import default_socket_path
 from kvstore_client.hosting import LOOPBACK_ALLOWED, is_loopback
 from kvstore_client.sizes import SIZE_ALLOWED, parse_size
@@ -37,6 +40,7 @@ from kvstore_server.machine import memory_limit_bytes
 
 ENV_PREFIX = "KVSTORE_"
 ENV_DELIMITER = "__"
+BULK_PORT = 7452
 
 
 def _check_size(value: object) -> int:
@@ -76,11 +80,18 @@ class MemoryConfig(_Section):
     """Eviction starts above this share of the capacity."""
     low_watermark: float = Field(default=0.90, gt=0, le=1)
     """Eviction stops at this share; the gap makes it come in batches."""
+    pages: Literal["auto", "hugetlb", "huge-tmpfs", "plain"] = "auto"
+    """Memory of the arena: huge pages that were set aside (`vm.nr_hugepages`), a tmpfs mounted with `huge=`, or
+    plain memory; `auto` takes the best there is. Copies run up to five times slower on 4 KiB pages."""
+    huge_mount: Path | None = None
+    """A tmpfs for `huge-tmpfs`; default any that is mounted with `huge=always`, `within_size` or `advise`."""
+    lock: bool = False
+    """Keep the arena from being swapped out; needs RLIMIT_MEMLOCK of the capacity, or CAP_IPC_LOCK."""
 
     @property
     def slab_bytes(self) -> int:
-        """Rounded to whole pages, and small enough that at least one slab fits."""
-        default_bytes = min(max(self.capacity // 32, 4 << 20), 256 << 20)
+        """Rounded to whole pages, by default to huge ones, and small enough that at least one slab fits."""
+        default_bytes = min(max(self.capacity // 32, 4 << 20), 256 << 20) >> 21 << 21
         wanted = default_bytes if self.slab_size is None else int(self.slab_size)
         return max(min(wanted, int(self.capacity)) // 4096 * 4096, 4096)
 
@@ -139,6 +150,74 @@ class GrpcConfig(_Section):
         return data
 
 
+class SlabConfig(_Section):
+    """Where clients of this node get the arena itself, and read and write blocks without a copy in between."""
+
+    socket_path: Path | Literal["auto"] | None = "auto"
+    """Unix socket; `auto` is beside the one of gRPC, with `.slab` at its end. An empty string means none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_is_none(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("socket_path") == "":
+            return {**data, "socket_path": None}
+        return data
+
+
+class BulkConfig(_Section):
+    """The data port, for clients on other nodes: as fast as TCP."""
+
+    enabled: bool = True
+    """Without it they take gRPC streams."""
+    host: LoopbackHost = "127.0.0.1"
+    """Loopback only."""
+    port: Port | Literal["auto"] = "auto"
+    """TCP port, which clients are told; 0 takes a free one; `auto` is 7452, or a free one when `grpc.port` is 0."""
+    transfer_workers: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = "auto"
+    """Processes that move blocks beside the daemon itself; `auto` is none below six cores."""
+
+
+class NixlConfig(_Section):
+    """NIXL, for fabrics with RDMA."""
+
+    enabled: bool = False
+    """Who knows the daemon can then read and write all of its arena: for trusted networks, and never with tenants."""
+
+
+class LimitsConfig(_Section):
+    """What may be on its way at once, over streams and the data port together. Loads wait, stores are refused."""
+
+    in_flight_bytes_max: Size = ByteSize(256 << 20)
+    """Of all clients; at least 1MiB."""
+    in_flight_bytes_per_client_max: Size = ByteSize(64 << 20)
+    """Of one client, so that one that has stopped leaves the others room: two batches of 32 MiB."""
+
+    @model_validator(mode="after")
+    def _check(self) -> LimitsConfig:
+        if self.in_flight_bytes_per_client_max < 1 << 20:
+            raise ValueError(
+                f"in_flight_bytes_per_client_max {int(self.in_flight_bytes_per_client_max)} is too small; "
+                "allowed: at least 1MiB"
+            )
+        if self.in_flight_bytes_per_client_max > self.in_flight_bytes_max:
+            raise ValueError(
+                f"in_flight_bytes_per_client_max {int(self.in_flight_bytes_per_client_max)} must not be above "
+                f"in_flight_bytes_max {int(self.in_flight_bytes_max)}"
+            )
+        return self
+
+
+class TenantConfig(_Section):
+    """Local users that share blocks with each other and with nobody else."""
+
+    name: str = Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")
+    """Lower case letters, digits and dashes, at most 63."""
+    uids: tuple[Annotated[int, Field(ge=0, le=(1 << 32) - 2)], ...] = Field(min_length=1)
+    """User ids of the processes, as this machine knows them."""
+    access: Literal["read", "write"] = "write"
+    """Whether they may store blocks over the slab socket."""
+
+
 class MetricsConfig(_Section):
     """Where Prometheus scrapes."""
 
@@ -179,12 +258,55 @@ class Config(BaseSettings):
     """The memory tier."""
     grpc: GrpcConfig = Field(default_factory=GrpcConfig)
     """Where the store service listens."""
+    slab: SlabConfig = Field(default_factory=SlabConfig)
+    """Where clients of this node get the arena itself, and read and write blocks without a copy in between."""
+    bulk: BulkConfig = Field(default_factory=BulkConfig)
+    """The data port, for clients on other nodes: as fast as TCP."""
+    nixl: NixlConfig = Field(default_factory=NixlConfig)
+    """NIXL, for fabrics with RDMA."""
+    limits: LimitsConfig = Field(default_factory=LimitsConfig)
+    """What may be on its way at once, over streams and the data port together. Loads wait, stores are refused."""
+    tenants: tuple[TenantConfig, ...] = ()
+    """Who may open the slab socket, and who shares blocks with whom; none: only the daemon's own user, all together.
+    What comes over gRPC and the data port, where nobody can be told apart yet, is a tenant of its own."""
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     """Where Prometheus scrapes."""
     log: LogConfig = Field(default_factory=LogConfig)
     """What is logged, on stderr."""
     shutdown: ShutdownConfig = Field(default_factory=ShutdownConfig)
     """What SIGTERM does."""
+
+    @property
+    def slab_socket_path(self) -> Path | None:
+        """Where the slab socket is, if there is to be one."""
+        if self.slab.socket_path != "auto":
+            return self.slab.socket_path
+        path = self.grpc.socket_path
+        return None if path is None else path.with_name(path.name + SLAB_SOCKET_SUFFIX)
+
+    @property
+    def bulk_port(self) -> int:
+        if self.bulk.port != "auto":
+            return self.bulk.port
+        return BULK_PORT if self.grpc.port else 0
+
+    @model_validator(mode="after")
+    def _check_tenants(self) -> Config:
+        names = [tenant.name for tenant in self.tenants]
+        uids = [uid for tenant in self.tenants for uid in tenant.uids]
+        for field, values in (("name", names), ("uid", uids)):
+            repeated = sorted(str(value) for value, count in Counter(values).items() if count > 1)
+            if repeated:
+                raise ValueError(f"tenants: {field} {repeated[0]} is there twice; allowed: each once")
+        if self.tenants and self.nixl.enabled:
+            raise ValueError("nixl.enabled is true; allowed with tenants: false, as it opens all arenas to everybody")
+        slab_count = self.memory.capacity // self.memory.slab_bytes
+        if self.tenants and slab_count <= len(self.tenants):
+            raise ValueError(
+                f"{len(self.tenants)} tenants and everybody else share {slab_count} slabs; each needs one: "
+                "raise memory.capacity or lower memory.slab_size"
+            )
+        return self
 
 
 def load_config(*, file: Path | None, flags: Mapping[str, Mapping[str, object]]) -> Config:
@@ -210,7 +332,9 @@ def load_config(*, file: Path | None, flags: Mapping[str, Mapping[str, object]])
     try:
         return FileConfig(**given)
     except SettingsError as error:
-        raise InvalidArgumentError(f"{error}; set single fields, such as KVSTORE_MEMORY__CAPACITY=8GiB") from error
+        raise InvalidArgumentError(
+            f"{error}; set single fields, such as KVSTORE_MEMORY__CAPACITY=8GiB, and tenants as JSON"
+        ) from error
     except ValidationError as error:
         raise InvalidArgumentError("\n".join(_explain(error))) from error
 
@@ -255,10 +379,16 @@ def unknown_environment(environment: Mapping[str, str] = os.environ) -> list[str
     )
 
 
+_KIND_OF_VALUE = re.compile(r"constrained-int$|literal\[")
+"""What pydantic adds to the name of a field of several kinds."""
+
+
 def _explain(error: ValidationError) -> list[str]:
     lines = []
+    allowed_in: dict[tuple[str, str], list[str]] = {}  # one message for each kind of value that a field may have
     for detail in error.errors():
-        field = ".".join(str(part) for part in detail["loc"]) or "configuration"
+        parts = [str(part) for part in detail["loc"] if not _KIND_OF_VALUE.match(str(part))]
+        field = ".".join(parts) or "configuration"
         message = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
         if detail["type"] in ("model_type", "model_attributes_type"):
             message = "a section, with its settings indented below it"
@@ -267,5 +397,5 @@ def _explain(error: ValidationError) -> list[str]:
         elif isinstance(detail["input"], dict | BaseModel):
             lines.append(f"{field}: {message}")
         else:
-            lines.append(f"{field} is {detail['input']!r}; allowed: {message}")
-    return lines
+            allowed_in.setdefault((field, repr(detail["input"])), []).append(message)
+    return lines + [f"{field} is {value}; allowed: {', or '.join(all_)}" for (field, value), all_ in allowed_in.items()]

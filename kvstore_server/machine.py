@@ -1,9 +1,26 @@
-"""What this machine, or the container around us, has."""
+"""What this machine, or the container around us, has, and how this process asks it for memory."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
+
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+"""Of mallopt(3)."""
+
+
+def keep_freed_memory(*, request_bytes_max: int, kept_bytes: int) -> bool:
+    """Takes memory of up to so many bytes from heaps, each of which keeps some of what is freed.
+
+    Otherwise buffers of some MiB go back to the kernel each time, and come from it again page by page, which takes
+    longer than what is done with them. False where the C library has no such setting.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, request_bytes_max) and mallopt(_M_TRIM_THRESHOLD, kept_bytes))
 
 
 def memory_limit_bytes(root: Path = Path("/")) -> int:

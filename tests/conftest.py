@@ -25,7 +25,7 @@ class DaemonProcess:
     def __init__(self, folder: Path, *, arguments: tuple[str, ...]) -> None:
         self._folder = folder
         self._arguments = arguments
-        self._ports = {"grpc": 0, "metrics": 0}
+        self._ports = {"grpc": 0, "metrics": 0, "bulk": 0}
         self._process: subprocess.Popen[bytes] | None = None
         self.unix_address = f"unix:{folder / 'kvstore.sock'}"
         self.start()
@@ -37,6 +37,15 @@ class DaemonProcess:
     @property
     def metrics_address(self) -> str:
         return f"127.0.0.1:{self._ports['metrics']}"
+
+    @property
+    def slab_path(self) -> Path:
+        """The slab socket: beside the other one."""
+        return self._folder / "kvstore.sock.slab"
+
+    @property
+    def bulk_address(self) -> str:
+        return f"127.0.0.1:{self._ports['bulk']}"
 
     @property
     def pid(self) -> int:
@@ -54,6 +63,7 @@ class DaemonProcess:
         ready_path.unlink(missing_ok=True)
         command = [sys.executable, "-c", "from kvstore_client.cli import main; main()", "serve"]
         command += ["--grpc-port", str(self._ports["grpc"]), "--metrics-port", str(self._ports["metrics"])]
+        command += ["--bulk-port", str(self._ports["bulk"])]
         command += ["--socket-path", self.unix_address.removeprefix("unix:"), "--ready-file", str(ready_path)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
         with self.log_path.open("ab") as log:

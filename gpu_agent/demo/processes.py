@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
+import kvstore_client.tether
+
 _START_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 10.0
 _LOG_TAIL_LINES = 15
@@ -127,7 +129,7 @@ class Worker:
 
 
 def _spawn(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-    tether = [sys.executable, "-m", "gpu_agent.demo.tether", str(os.getpid())]
+    tether = [sys.executable, "-P", kvstore_client.tether.__file__, str(os.getpid())]
     process = subprocess.Popen([*tether, *command], **({"stdin": subprocess.DEVNULL} | options))
     return cast("subprocess.Popen[bytes]", process)
 

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from gpu_agent.device.base import Device, Event
+from gpu_agent.device.base import CallerRows, Device, Event, Registration
+from gpu_agent.device.memory import HostSlots
+from gpu_agent.device.paged import PagedBlocks, PagedCache
 from kvstore.errors import InvalidArgumentError
 
-__all__ = ["Device", "Event", "open_device"]
+__all__ = [
+    "CallerRows",
+    "Device",
+    "Event",
+    "HostSlots",
+    "PagedBlocks",
+    "PagedCache",
+    "Registration",
+    "open_device",
+]
 
 
 def open_device(name: str) -> Device:

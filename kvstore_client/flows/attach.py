@@ -18,7 +18,7 @@ from kvstore.errors import (
 from kvstore.messages import Epoch
 from kvstore.namespace import Namespace
 from kvstore_client.config import ClientConfig
-from kvstore_client.flows.steps import Flow, call
+from kvstore_client.flows.steps import ChoosePath, Flow, Route, call
 
 _Result = TypeVar("_Result")
 
@@ -60,24 +60,31 @@ def stats(scope: Scope) -> Flow[m.StoreStats]:
     )
 
 
+def introduced(scope: Scope) -> Flow[None]:
+    """Introduces the client to the daemon if need be."""
+    attachment = scope.attachment
+    if attachment.epoch is not None:
+        return
+    found = yield from call(wire.GET_STORE_INFO, m.GetStoreInfoRequest(), timeout_s=scope.config.attach_timeout_s)
+    if found.protocol_version != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"the daemon (version {found.version}) speaks protocol {found.protocol_version}, "
+            f"this client {PROTOCOL_VERSION}: run the same version of kvstore on both sides"
+        )
+    attachment.epoch = found.epoch
+
+
 def attached(scope: Scope, namespace: Namespace, attempt: Callable[[], Flow[_Result]]) -> Flow[_Result]:
     """Introduces the client first if need be, and the namespace when the daemon does not know it (any more)."""
-    attachment = scope.attachment
-    if attachment.epoch is None:
-        found = yield from call(wire.GET_STORE_INFO, m.GetStoreInfoRequest(), timeout_s=scope.config.attach_timeout_s)
-        if found.protocol_version != PROTOCOL_VERSION:
-            raise ProtocolError(
-                f"the daemon (version {found.version}) speaks protocol {found.protocol_version}, "
-                f"this client {PROTOCOL_VERSION}: run the same version of kvstore on both sides"
-            )
-        attachment.epoch = found.epoch
+    if scope.attachment.epoch is None:
+        yield from introduced(scope)
     try:
         return (yield from attempt())
     except NamespaceUnknownError:
         yield from _open_namespace(scope, namespace)
         return (yield from attempt())
     except KvstoreError as error:
-        attachment.doubt(error)
+        scope.attachment.doubt(error)
         raise
 
 
@@ -88,6 +95,14 @@ def _open_namespace(scope: Scope, namespace: Namespace) -> Flow[None]:
         raise ProtocolError(
             f"opened namespace {namespace.id.hex()[:16]}, the daemon answers {response.namespace_id.hex()[:16]}"
         )
+
+
+def chosen_route(scope: Scope, *, is_write: bool) -> Flow[Route]:
+    """The way that blocks travel now; the daemon tells what it offers when the client is introduced to it."""
+    if scope.attachment.epoch is None:
+        yield from introduced(scope)
+    route: Route = yield ChoosePath(is_write=is_write)
+    return route
 
 
 def best_effort(attempt: Flow[Any]) -> Flow[None]:

@@ -11,18 +11,17 @@ from kvstore.errors import KvstoreError, ProtocolError, UnavailableError
 from kvstore.keys import BlockHash, pack_hashes
 from kvstore.messages import BlockState, Epoch, LeaseId, OwnerId
 from kvstore.namespace import Namespace
-from kvstore_client.flows.attach import Scope, attached, best_effort
+from kvstore_client.flows.attach import Scope, attached, best_effort, chosen_route
 from kvstore_client.flows.batches import hash_batches
+from kvstore_client.flows.states import block_states, leading_hits
 from kvstore_client.flows.steps import Flow, call
 from kvstore_client.results import LookupResult, count_leading_hits, lookup_result, padded
-
-_BLOCK_STATES = {int(state): state for state in (BlockState.HIT, BlockState.PENDING, BlockState.MISS)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acquired:
-    """A leased prefix. `owner_id` is this acquisition's own: lease ids start again when a daemon does, and
-    so nothing that was acquired since can be renewed or released by mistake."""
+    """A leased prefix. `owner_id` is this acquisition's own, or of its session with one start of the daemon: lease ids
+    start again when a daemon does, and so nothing that was acquired since can be renewed or released by mistake."""
 
     owner_id: OwnerId
     lease_ids: tuple[LeaseId, ...]
@@ -52,11 +51,12 @@ class HeldPrefix:
 
 
 def lookup(scope: Scope, *, namespace: Namespace, hashes: Sequence[BlockHash], wait_s: float) -> Flow[LookupResult]:
-    states: list[BlockState] = []
+    states: tuple[BlockState, ...] = ()
+    matched_count = 0
     try:
         for batch in hash_batches(scope.config, block_count=len(hashes)):
             # Only the matched prefix is worth waiting for, so a batch behind its end is not.
-            is_unbroken = count_leading_hits(states) == len(states)
+            is_unbroken = matched_count == batch.start
             request = m.LookupBlocksRequest(
                 namespace_id=namespace.id,
                 block_hashes=pack_hashes(hashes[batch]),
@@ -70,10 +70,12 @@ def lookup(scope: Scope, *, namespace: Namespace, hashes: Sequence[BlockHash], w
                 ),
             )
             scope.attachment.note(response.epoch)
-            states += _block_states(response.block_states, block_count=batch.stop - batch.start)
+            states += block_states(response.block_states, block_count=batch.stop - batch.start)
+            if is_unbroken:
+                matched_count += leading_hits(response.block_states)
     except KvstoreError as error:
         return lookup_result(padded(states, len(hashes)), error=error)
-    return lookup_result(states, error=None)
+    return LookupResult(states=states, matched_count=matched_count)
 
 
 def acquire(
@@ -91,6 +93,10 @@ def acquire(
     epoch: Epoch | None = None
     failure: KvstoreError | None = None
     try:
+        if hashes:
+            # Held in the name of the client's session where there is one: then it goes with the client, if need be.
+            route = yield from chosen_route(scope, is_write=False)
+            owner_id = route.owner_id or owner_id
         for batch in hash_batches(scope.config, block_count=len(hashes)):
             request = m.AcquirePrefixRequest(
                 namespace_id=namespace.id,
@@ -112,8 +118,8 @@ def acquire(
                 raise UnavailableError("the daemon was restarted while the prefix was being leased")
             epoch = response.epoch
             lease_ids += _leases(response)
-            found = _block_states(response.block_states, block_count=batch.stop - batch.start)
-            found_count = count_leading_hits(found)
+            found = block_states(response.block_states, block_count=batch.stop - batch.start)
+            found_count = leading_hits(response.block_states)
             if found_count and response.lease_id is None:
                 raise ProtocolError(f"{found_count} blocks matched, but none is leased")
             states += found
@@ -148,15 +154,6 @@ def release(scope: Scope, acquired: Acquired) -> Flow[None]:
     if acquired.lease_ids:
         request = m.ReleaseLeasesRequest(owner_id=acquired.owner_id, lease_ids=acquired.lease_ids)
         yield from best_effort(call(wire.RELEASE_LEASES, request, timeout_s=scope.config.control_timeout_s))
-
-
-def _block_states(packed: bytes, *, block_count: int) -> list[BlockState]:
-    if len(packed) != block_count:
-        raise ProtocolError(f"asked about {block_count} blocks, got {len(packed)} states")
-    try:
-        return [_BLOCK_STATES[number] for number in packed]
-    except KeyError as error:
-        raise ProtocolError(f"unknown block state {error}") from error
 
 
 def _leases(response: m.AcquirePrefixResponse) -> list[LeaseId]:

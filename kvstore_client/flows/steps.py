@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 from kvstore.frames import ReadFrame, WriteFrame
 from kvstore.keys import BlockHash
-from kvstore.messages import ReadBlocksRequest, TransferPath, WriteBlocksResponse
+from kvstore.messages import OwnerId, ReadBlocksRequest, TransferPath, WriteBlocksResponse
 from kvstore.namespace import Namespace
+from kvstore.slab import Generation
 from kvstore.wire import READ_BLOCKS, WRITE_BLOCKS, Method
 
 _Request = TypeVar("_Request")
@@ -59,7 +60,23 @@ class Post:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoosePath:
-    """Which way blocks travel at present; the outcome is a `TransferPath`. Never fails."""
+    """Which way blocks travel at present; the outcome is a `Route`. Fails only for want of what was insisted on."""
+
+    is_write: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    path: TransferPath
+    owner_id: OwnerId | None = None
+    """The session that must own what is held for transfers (SLAB); None: any owner will do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checksum:
+    """Takes the checksums of blocks, at several GB/s; the outcome is a list of them. Never fails."""
+
+    blocks: Sequence[memoryview]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +96,8 @@ class Fetch:
     ticket: bytes
     """BULK."""
     timeout_s: float
+    owner_id: OwnerId | None = None
+    """SLAB: the session that holds the blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +115,32 @@ class Send:
     slots: bytes
     ticket: bytes
     timeout_s: float
+    owner_id: OwnerId | None = None
 
 
-Step: TypeAlias = Call | Read | Write | Post | ChoosePath | Fetch | Send
+class SeenBlock(NamedTuple):
+    """A block in its slot, verified when it was first seen in this process."""
+
+    slot: memoryview
+    """Header, envelope and payload; read-only."""
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """Looks at leased blocks in place (SLAB).
+
+    The outcome is one `SeenBlock` per block, or MISS when it has gone meanwhile, or CORRUPT when it does not verify.
+    """
+
+    namespace: Namespace
+    hashes: Sequence[BlockHash]
+    slots: bytes
+    owner_id: OwnerId | None
+
+
+RpcStep: TypeAlias = Call | Read | Write
+Step: TypeAlias = RpcStep | Post | ChoosePath | Fetch | Send | View | Checksum
 Flow: TypeAlias = Generator[Step, Any, _Result]
 
 

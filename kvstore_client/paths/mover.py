@@ -9,7 +9,7 @@ from kvstore_client.flows.steps import Fetch, Send
 
 
 class Mover(Protocol):
-    """Moves the bytes of blocks; blocks its thread until they are there, and holds no lock of the interpreter meanwhile.
+    """Moves the bytes of blocks; blocks its thread until they are there, and lets go of the interpreter meanwhile.
 
     Many threads may use a mover. What goes wrong with the path as a whole raises `UnavailableError`,
     `DeadlineExceededError` or `ProtocolError`; what goes wrong with one block is in the outcome.

@@ -1,20 +1,23 @@
 """The store's rules: what is readable, what is held, what leaves. Moves no bytes.
 
 Everything happens on one thread and takes the time as an argument. The shell around it copies bytes into
-places that are reserved here and out of places that are retained here.
+places that are reserved here and out of places that are retained here. Where clients map the places themselves,
+they go by the slots' headers, which change here in the same breath as what they tell of.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from math import inf
+from typing import NamedTuple, Protocol
 
-from kvstore.envelope import ENVELOPE_BYTES
+from kvstore.envelope import ENVELOPE_BYTES, PayloadChecksum
 from kvstore.errors import CapacityError, LayoutMismatchError, NamespaceUnknownError
 from kvstore.eviction import LeafLru, Watermarks
-from kvstore.keys import BlockHash, NamespaceId
+from kvstore.keys import BlockHash
 from kvstore.messages import (
+    RESERVATION_S_MAX,
     BlockState,
     CommitState,
     LeaseId,
@@ -23,10 +26,13 @@ from kvstore.messages import (
     ReservationId,
     ReserveState,
     Tier,
+    TransferPath,
 )
 from kvstore.namespace import Namespace
+from kvstore.slab import SLOT_HEADER_BYTES, Generation, SlotRecord
 from kvstore_server.core.holds import HoldTable
 from kvstore_server.core.space import Place, SlabId, SlabSpace
+from kvstore_server.core.tenants import DEFAULT_TENANT, ScopedId, Tenant, namespace_of, scoped, tenant_of
 
 NAMESPACE_COUNT_MAX = 4096
 """Namespaces known at once: far more than a node serves, few enough that a client cannot fill memory with names."""
@@ -40,17 +46,47 @@ _EVICTION_COUNT_MAX = 1024
 _SHOWN_NAME_MAX = 128
 """Characters of a model's name in the figures: those of all namespaces together must fit into one message."""
 
+_IN_SLOT_PATHS = frozenset({TransferPath.SLAB, TransferPath.NIXL})
+"""Ways on which the client writes into the slot itself."""
+_STRANDED_NIXL_S = RESERVATION_S_MAX
+"""How long a slot is kept from others whose writer has no session that could end. A writer that comes even later
+overwrites what then fails its checksum."""
+
+# Of a byte that says whether a block is stored: what a lookup answers.
+_STATE_OF_IS_STORED = bytes([BlockState.MISS, BlockState.HIT]) + bytes(254)
+_TIER_OF_IS_STORED = bytes([0, Tier.MEMORY]) + bytes(254)
+
+
+class SlotHeaders(Protocol):
+    """The 64 bytes by which who maps a slot knows what is in it (`kvstore.slab`); written at once, and never fail."""
+
+    def begin_slot(self, place: Place, generation: Generation) -> None:
+        """A slot is being written."""
+
+    def publish_slot(self, place: Place, generation: Generation, *, is_verified: bool) -> None:
+        """It is readable."""
+
+    def clear_slot(self, place: Place) -> None:
+        """What was in it, or was to come, must not be read any more."""
+
 
 class BlockKey(NamedTuple):
-    namespace_id: NamespaceId
+    namespace_id: ScopedId
     block_hash: BlockHash
 
 
 class StoredBlock(NamedTuple):
-    """A readable block: where it lies and how long it is with its envelope."""
+    """A readable block: where its slot starts, which use of it this is, and how long it is with its envelope."""
 
     place: Place
     size_bytes: int
+    generation: Generation
+    is_verified: bool
+    """Whether the daemon itself has seen the payload match its checksum."""
+
+    @property
+    def record(self) -> SlotRecord:
+        return SlotRecord(self.place, self.generation, self.size_bytes)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,13 +96,35 @@ class Reservation:
     `siblings` are all reservations of the same call, this one included: they are given up together.
     """
 
+    id: ReservationId
+    owner_id: OwnerId
     key: BlockKey
     place: Place
-    slot_bytes: int
+    generation: Generation
+    path: TransferPath
+    block_bytes_max: int
+    """Of envelope and payload: what the slot holds."""
     siblings: list[ReservationId]
     landed_bytes: int = 0
     landing_count: int = 0
     """Copies under way; what they have not written yet is counted in `landed_bytes` already."""
+    checksum: PayloadChecksum | None = None
+    """Of the payload as it landed, by whoever lands it; says nothing unless it has taken in all that has landed."""
+
+    @property
+    def known_checksum(self) -> int | None:
+        """Of the payload in the slot, if it was taken while it landed."""
+        is_known = self.checksum is not None and self.checksum.block_bytes == self.landed_bytes
+        return self.checksum.value if self.checksum is not None and is_known else None
+
+    @property
+    def is_in_slot(self) -> bool:
+        """Whether the client writes into the slot itself."""
+        return self.path in _IN_SLOT_PATHS
+
+    @property
+    def record(self) -> SlotRecord:
+        return SlotRecord(self.place, self.generation, self.block_bytes_max)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,15 +137,25 @@ class Counters:
     committed_count: int = 0
     evicted_count: int = 0
     expired_reservation_count: int = 0
+    stranded_reservation_count: int = 0
     expired_lease_count: int = 0
     corrupt_on_commit_count: int = 0
     corrupt_in_memory_count: int = 0
     refused_full_count: int = 0
     refused_draining_count: int = 0
+    refused_overloaded_count: int = 0
     sent_count: int = 0
     unsent_count: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
+
+
+class Leased(NamedTuple):
+    """What a lease of single blocks says: one state byte per block, and the leased ones in order."""
+
+    states: bytes
+    lease_id: LeaseId | None
+    blocks: list[StoredBlock]
 
 
 class Found(NamedTuple):
@@ -111,18 +179,23 @@ class StoreCore:
     A block is stored, pending or absent. Stored blocks hold their place once; each lease, each reader and
     each landing frame holds it once more. Only blocks that nobody else holds can be evicted. Pending blocks
     have their place in the prefix tree already, so that room for a chain is not made at its own head's cost.
+    The header of a slot is readable exactly while its block is stored. Each use of a slot has a generation of
+    its own. A slot whose writer may still write to it although time is up is stranded: nobody else gets it.
     """
 
-    def __init__(self, *, space: SlabSpace, watermarks: Watermarks) -> None:
+    def __init__(self, *, space: SlabSpace, watermarks: Watermarks, headers: SlotHeaders) -> None:
         self.space = space
+        self._headers = headers
+        self._last_generation = 0
         self.counters = Counters()
         self.is_draining = False
         self._watermarks = watermarks
-        self._namespaces: dict[NamespaceId, _NamespaceEntry] = {}
+        self._namespaces: dict[ScopedId, _NamespaceEntry] = {}
         self._recency: LeafLru[BlockKey] = LeafLru(refusal_count_max=_REFUSAL_COUNT_MAX)
         self._key_at: dict[Place, BlockKey] = {}
         self._leases: HoldTable[tuple[Place, ...]] = HoldTable()
         self._reservations: HoldTable[Reservation] = HoldTable()
+        self._stranded: HoldTable[Reservation] = HoldTable()
         self._committing_count = 0
         self._is_evicting = False
         # Uses of each slab's places beside the index's own: readers, leases, writers. Absent: 0.
@@ -130,7 +203,7 @@ class StoreCore:
 
     # --- namespaces
 
-    def open_namespace(self, namespace: Namespace, *, payload_bytes: int) -> int:
+    def open_namespace(self, namespace: Namespace, *, payload_bytes: int, tenant: Tenant = DEFAULT_TENANT) -> int:
         """Makes a namespace known; returns its slot size. Raises when the two sides differ on the block size."""
         expected_bytes = namespace.block_layout.payload_bytes
         if payload_bytes != expected_bytes:
@@ -138,36 +211,39 @@ class StoreCore:
                 f"payload_bytes is {payload_bytes}; namespace {namespace.model} gives {expected_bytes} "
                 f"({namespace.layout}, {namespace.dtype}, {namespace.tokens_per_block} tokens per block)"
             )
-        if namespace.id not in self._namespaces and len(self._namespaces) >= NAMESPACE_COUNT_MAX:
-            self._forget_an_empty_namespace()
-        slot_bytes = self.space.open(namespace.id, block_bytes=ENVELOPE_BYTES + expected_bytes)
-        if namespace.id not in self._namespaces:
-            self._namespaces[namespace.id] = _NamespaceEntry(namespace=namespace)
+        namespace_id = scoped(tenant, namespace.id)
+        if namespace_id not in self._namespaces:
+            self._make_room_for_a_namespace(tenant)
+        block_bytes = SLOT_HEADER_BYTES + ENVELOPE_BYTES + expected_bytes
+        slot_bytes = self.space.open(namespace_id, block_bytes=block_bytes)
+        if namespace_id not in self._namespaces:
+            self._namespaces[namespace_id] = _NamespaceEntry(namespace=namespace)
         return slot_bytes
 
-    def payload_bytes(self, namespace_id: NamespaceId) -> int:
+    def payload_bytes(self, namespace_id: ScopedId) -> int:
         return self._entry(namespace_id).namespace.block_layout.payload_bytes
+
+    def arena_owner(self, index: int) -> Tenant | None:
+        """Whose an arena is, which nobody else may map; None: nobody's. With tenants each slab is one."""
+        return DEFAULT_TENANT if self.space.tenant_count == 1 else self.space.tenant_of_slab(SlabId(index))
 
     # --- reading
 
-    def lookup(self, namespace_id: NamespaceId, hashes: Sequence[BlockHash]) -> Found:
+    def lookup(self, namespace_id: ScopedId, hashes: Sequence[BlockHash]) -> Found:
         """What is here of these blocks. Changes nothing but counters."""
         entry = self._entry(namespace_id)
-        stored, pending = entry.stored, entry.pending
-        states = bytearray(len(hashes))
-        tiers = bytearray(len(hashes))
-        for index, block_hash in enumerate(hashes):
-            if block_hash in stored:
-                states[index] = BlockState.HIT
-                tiers[index] = Tier.MEMORY
-            elif block_hash in pending:
-                states[index] = BlockState.PENDING
-            else:
-                states[index] = BlockState.MISS
-        matched_count = len(states) - len(states.lstrip(bytes([BlockState.HIT])))
-        return Found(bytes(states), bytes(tiers), matched_count)
+        is_stored = bytes(map(entry.stored.__contains__, hashes))
+        states = bytearray(is_stored.translate(_STATE_OF_IS_STORED))
+        matched_count = is_stored.find(0)
+        if matched_count < 0:
+            matched_count = len(hashes)
+        elif pending := entry.pending:
+            for index in range(matched_count, len(hashes)):
+                if not is_stored[index] and hashes[index] in pending:
+                    states[index] = BlockState.PENDING
+        return Found(bytes(states), is_stored.translate(_TIER_OF_IS_STORED), matched_count)
 
-    def is_pending(self, namespace_id: NamespaceId, block_hash: BlockHash) -> bool:
+    def is_pending(self, namespace_id: ScopedId, block_hash: BlockHash) -> bool:
         return block_hash in self._entry(namespace_id).pending
 
     def count_lookup(self, found: Found) -> None:
@@ -178,7 +254,7 @@ class StoreCore:
 
     def lease(
         self,
-        namespace_id: NamespaceId,
+        namespace_id: ScopedId,
         hashes: Sequence[BlockHash],
         *,
         owner_id: OwnerId,
@@ -195,6 +271,23 @@ class StoreCore:
         self._touch(namespace_id, hashes)
         return LeaseId(self._leases.grant(owner_id=owner_id, value=places, now_s=now_s, duration_s=duration_s))
 
+    def lease_stored(
+        self,
+        namespace_id: ScopedId,
+        hashes: Sequence[BlockHash],
+        *,
+        owner_id: OwnerId,
+        now_s: float,
+        duration_s: float,
+    ) -> Leased:
+        """Leases whatever is stored of these blocks as one hold, for a transfer to come."""
+        stored = self._entry(namespace_id).stored
+        states = self.lookup(namespace_id, hashes).states
+        hits = [block_hash for block_hash in hashes if block_hash in stored]
+        lease_id = self.lease(namespace_id, hits, owner_id=owner_id, now_s=now_s, duration_s=duration_s)
+        self.counters.unsent_count += len(hashes) - len(hits)
+        return Leased(states, lease_id, [stored[block_hash] for block_hash in hits])
+
     def renew_lease(self, lease: LeaseId, *, owner_id: OwnerId, now_s: float, duration_s: float) -> bool:
         return self._leases.renew(lease, owner_id=owner_id, now_s=now_s, duration_s=duration_s)
 
@@ -204,7 +297,7 @@ class StoreCore:
             self._end_use(place)
         return places is not None
 
-    def begin_read(self, namespace_id: NamespaceId, block_hash: BlockHash) -> StoredBlock | None:
+    def begin_read(self, namespace_id: ScopedId, block_hash: BlockHash) -> StoredBlock | None:
         """Retains a block for a reader, who owes one `end_read`; None when it is not here."""
         block = self._entry(namespace_id).stored.get(block_hash)
         if block is not None:
@@ -215,7 +308,12 @@ class StoreCore:
         self._end_use(block.place)
         self.counters.read_bytes += sent_bytes
 
-    def touch(self, namespace_id: NamespaceId, hashes: Sequence[BlockHash]) -> None:
+    def count_read(self, blocks: Sequence[StoredBlock]) -> None:
+        """Counts blocks that a client reads in their slots, unseen by us."""
+        self.counters.sent_count += len(blocks)
+        self.counters.read_bytes += sum(block.size_bytes for block in blocks)
+
+    def touch(self, namespace_id: ScopedId, hashes: Sequence[BlockHash]) -> None:
         """Counts one use of a chain given head first."""
         self._entry(namespace_id)
         self._touch(namespace_id, hashes)
@@ -224,21 +322,23 @@ class StoreCore:
 
     def reserve(
         self,
-        namespace_id: NamespaceId,
+        namespace_id: ScopedId,
         hashes: Sequence[BlockHash],
         *,
         parent_hash: BlockHash | None,
         owner_id: OwnerId,
         now_s: float,
         duration_s: float,
-    ) -> tuple[bytes, list[ReservationId | None]]:
+        path: TransferPath = TransferPath.STREAM,
+        is_overloaded: bool = False,
+    ) -> tuple[bytes, list[Reservation | None]]:
         """Takes a slot for each block of a chain that is neither stored nor pending.
 
         Once a block finds no place, the rest of the chain is not admitted: it could never be matched.
         """
         entry = self._entry(namespace_id)
         states = bytearray()
-        reservations: list[ReservationId | None] = []
+        reservations: list[Reservation | None] = []
         siblings: list[ReservationId] = []
         # The chain being extended is in use: making room must not take its own head.
         self._touch(namespace_id, [*([parent_hash] if parent_hash else []), *hashes])
@@ -246,7 +346,7 @@ class StoreCore:
         is_cut = False
         for block_hash in hashes:
             key = BlockKey(namespace_id, block_hash)
-            reservation_id = None
+            reservation = None
             if block_hash in entry.stored:
                 state = ReserveState.STORED
             elif block_hash in entry.pending:
@@ -254,21 +354,30 @@ class StoreCore:
             elif self.is_draining:
                 state = ReserveState.DRAINING
                 self.counters.refused_draining_count += 1
+            elif is_overloaded:
+                state = ReserveState.OVERLOADED
+                self.counters.refused_overloaded_count += 1
             elif is_cut:
                 state = ReserveState.ORPHAN
-            elif (reservation := self._admit(key, parent=parent, siblings=siblings)) is None:
+            elif (place := self._admit(key, parent=parent)) is None:
                 state = ReserveState.FULL
                 self.counters.refused_full_count += 1
                 is_cut = True
             else:
                 state = ReserveState.RESERVED
-                entry.pending[block_hash] = reservation
-                reservation_id = ReservationId(
-                    self._reservations.grant(owner_id=owner_id, value=reservation, now_s=now_s, duration_s=duration_s)
+                reservation = self._begin(
+                    key,
+                    place,
+                    owner_id=owner_id,
+                    path=path,
+                    siblings=siblings,
+                    now_s=now_s,
+                    duration_s=duration_s,
                 )
-                siblings.append(reservation_id)
+                entry.pending[block_hash] = reservation
+                siblings.append(reservation.id)
             states.append(state)
-            reservations.append(reservation_id)
+            reservations.append(reservation)
             parent = key
         return bytes(states), reservations
 
@@ -280,12 +389,13 @@ class StoreCore:
     ) -> Reservation | None:
         """Retains the place for bytes that arrive, owing one `end_landing`; None when the bytes have nowhere to go.
 
-        That is when the reservation has ended, when they do not follow on what has landed, or do not fit.
+        That is when the reservation has ended, or was made for a client that writes by itself, when they do not
+        follow on what has landed, or do not fit.
         """
         reservation = self._reservations.get(reservation_id, owner_id=owner_id)
-        if reservation is None or offset_bytes != reservation.landed_bytes:
+        if reservation is None or reservation.is_in_slot or offset_bytes != reservation.landed_bytes:
             return None
-        if offset_bytes + size_bytes > reservation.slot_bytes:
+        if offset_bytes + size_bytes > reservation.block_bytes_max:
             return None
         reservation.landed_bytes += size_bytes
         reservation.landing_count += 1
@@ -298,14 +408,25 @@ class StoreCore:
         self.counters.written_bytes += size_bytes
 
     def begin_commit(self, reservation_id: ReservationId, *, owner_id: OwnerId) -> Reservation | None:
-        """Takes a reservation off the clock while its bytes are verified; owes one `end_commit`."""
+        """Takes a reservation off the clock while its bytes are verified; owes one `end_commit`.
+
+        None when it has ended; the slot of a stranded one is free again, for its writer has shown to be done.
+        """
         reservation = self._reservations.release(reservation_id, owner_id=owner_id)
         if reservation is not None:
             self._committing_count += 1
+        else:
+            self._end_stranding(reservation_id, owner_id=owner_id)
         return reservation
 
-    def end_commit(self, reservation: Reservation, *, state: CommitState) -> None:
-        """Makes the block readable when it was verified, and gives its place up otherwise."""
+    def land_in_slot(self, reservation: Reservation, *, size_bytes: int) -> None:
+        """Says how long the block is that the client has written into its slot by itself."""
+        assert reservation.is_in_slot, f"{reservation.id} was made for {reservation.path!r}"
+        reservation.landed_bytes = size_bytes
+        self.counters.written_bytes += size_bytes
+
+    def end_commit(self, reservation: Reservation, *, state: CommitState, is_verified: bool = True) -> None:
+        """Makes the block readable when it is COMMITTED, and gives its place up otherwise."""
         self._committing_count -= 1
         if state is not CommitState.COMMITTED:
             self.counters.corrupt_on_commit_count += state is CommitState.CORRUPT
@@ -313,7 +434,10 @@ class StoreCore:
             return
         entry = self._namespaces[reservation.key.namespace_id]
         del entry.pending[reservation.key.block_hash]
-        entry.stored[reservation.key.block_hash] = StoredBlock(reservation.place, reservation.landed_bytes)
+        entry.stored[reservation.key.block_hash] = StoredBlock(
+            reservation.place, reservation.landed_bytes, reservation.generation, is_verified
+        )
+        self._headers.publish_slot(reservation.place, reservation.generation, is_verified=is_verified)
         self._key_at[reservation.place] = reservation.key
         self._count_use(reservation.place, -1)
         self._recency.touch_chain([reservation.key])
@@ -329,13 +453,27 @@ class StoreCore:
                 self.abort(sibling, owner_id=owner_id)
 
     def abort(self, reservation_id: ReservationId, *, owner_id: OwnerId) -> bool:
+        """Gives a reservation up; False when it had ended, even if its slot is free only now."""
         reservation = self._reservations.release(reservation_id, owner_id=owner_id)
         if reservation is None:
+            self._end_stranding(reservation_id, owner_id=owner_id)
             return False
         self._give_up(reservation)
         return True
 
     # --- leaving
+
+    def end_owner(self, owner_id: OwnerId) -> int:
+        """Ends all that an owner holds who is no more; returns how many reservations, which may unblock waiters."""
+        for places in self._leases.release_all(owner_id=owner_id):
+            for place in places:
+                self._end_use(place)
+        reservations = self._reservations.release_all(owner_id=owner_id)
+        for reservation in reservations:
+            self._give_up(reservation)
+        for reservation in self._stranded.release_all(owner_id=owner_id):
+            self._free(reservation)
+        return len(reservations)
 
     def expire(self, *, now_s: float) -> int:
         """Ends leases and reservations whose time is up; returns how many reservations, which may unblock waiters."""
@@ -343,13 +481,18 @@ class StoreCore:
             self.counters.expired_lease_count += 1
             for place in places:
                 self._end_use(place)
+        for reservation in self._stranded.expire(now_s=now_s):
+            self._free(reservation)
         expired = self._reservations.expire(now_s=now_s)
         for reservation in expired:
-            self._give_up(reservation)
+            if reservation.is_in_slot:
+                self._strand(reservation, now_s=now_s)
+            else:
+                self._give_up(reservation)
         self.counters.expired_reservation_count += len(expired)
         return len(expired)
 
-    def quarantine(self, namespace_id: NamespaceId, block_hash: BlockHash, block: StoredBlock) -> None:
+    def quarantine(self, namespace_id: ScopedId, block_hash: BlockHash, block: StoredBlock) -> None:
         """Drops a block that did not verify, unless it was replaced meanwhile; readers keep its slot until they end."""
         if self._entry(namespace_id).stored.get(block_hash) == block:
             self._recency.remove(BlockKey(namespace_id, block_hash))
@@ -362,7 +505,11 @@ class StoreCore:
             used_bytes=self.space.used_bytes, capacity_bytes=self.space.ready_bytes, is_evicting=self._is_evicting
         )
         self._is_evicting = excess_bytes > 0
-        return self._evict(excess_bytes, count_max=_EVICTION_COUNT_MAX) if excess_bytes else 0
+        if not excess_bytes:
+            return 0
+        if self.space.tenant_count == 1:
+            return self._evict(excess_bytes, count_max=_EVICTION_COUNT_MAX)
+        return self._evict(excess_bytes, count_max=_EVICTION_COUNT_MAX, may_evict=self._is_above_share)
 
     # --- figures
 
@@ -372,7 +519,12 @@ class StoreCore:
 
     @property
     def reservation_count(self) -> int:
+        """Blocks on their way; a stranded one has missed it."""
         return len(self._reservations) + self._committing_count
+
+    @property
+    def stranded_count(self) -> int:
+        return len(self._stranded)
 
     @property
     def block_count(self) -> int:
@@ -382,16 +534,18 @@ class StoreCore:
     def namespace_count(self) -> int:
         return len(self._namespaces)
 
-    def namespace_stats(self) -> tuple[NamespaceStats, ...]:
+    def namespace_stats(self, tenant: Tenant = DEFAULT_TENANT) -> tuple[NamespaceStats, ...]:
+        """Of one tenant: what models others run is none of its business."""
         return tuple(
             NamespaceStats(
-                namespace_id=namespace_id,
+                namespace_id=namespace_of(namespace_id),
                 model=entry.namespace.model[:_SHOWN_NAME_MAX],
                 slot_bytes=self.space.slot_bytes(namespace_id),
                 block_count=len(entry.stored),
                 used_bytes=(len(entry.stored) + len(entry.pending)) * self.space.slot_bytes(namespace_id),
             )
             for namespace_id, entry in self._namespaces.items()
+            if tenant_of(namespace_id) == tenant
         )
 
     def check_invariants(self) -> None:
@@ -407,6 +561,19 @@ class StoreCore:
         assert len(self._recency) == len(stored) + pending_count, (
             f"{len(self._recency)} in recency, {len(stored)} stored, {pending_count} pending"
         )
+        generations = [
+            generation
+            for entry in self._namespaces.values()
+            for generation in (
+                *(block.generation for block in entry.stored.values()),
+                *(reservation.generation for reservation in entry.pending.values()),
+            )
+        ] + [hold.generation for hold in self._stranded.values()]
+        assert len(set(generations)) == len(generations), "a generation was given out twice"
+        assert max(generations, default=0) <= self._last_generation, "a generation from the future"
+        for hold in self._stranded.values():
+            assert hold.place not in self._key_at, f"stranded slot {hold.place} has a block"
+            assert hold.is_in_slot, f"{hold.key} is stranded though nobody else writes it"
         for slab in self._use_counts:
             assert self.space.taken_places(slab), f"slab {slab} is in use and empty"
         for key, place in stored.items():
@@ -417,26 +584,31 @@ class StoreCore:
 
     # --- inside
 
-    def _entry(self, namespace_id: NamespaceId) -> _NamespaceEntry:
+    def _entry(self, namespace_id: ScopedId) -> _NamespaceEntry:
         entry = self._namespaces.get(namespace_id)
         if entry is None:
             raise NamespaceUnknownError(f"namespace {namespace_id.hex()[:16]} has not been opened since the start")
         return entry
 
-    def _forget_an_empty_namespace(self) -> None:
-        """Makes room for another; clients of the forgotten one open it again by themselves."""
-        for namespace_id, entry in self._namespaces.items():
+    def _make_room_for_a_namespace(self, tenant: Tenant) -> None:
+        """Forgets an empty one of a tenant that has too many; its clients open it again by themselves."""
+        count_max = NAMESPACE_COUNT_MAX // self.space.tenant_count
+        own = [namespace_id for namespace_id in self._namespaces if tenant_of(namespace_id) == tenant]
+        if len(own) < count_max:
+            return
+        for namespace_id in own:
+            entry = self._namespaces[namespace_id]
             if not entry.stored and not entry.pending and not self.space.has_slabs(namespace_id):
                 self.space.close(namespace_id)
                 del self._namespaces[namespace_id]
                 return
-        raise CapacityError(f"{NAMESPACE_COUNT_MAX} namespaces hold blocks; allowed: no more than that at once")
+        raise CapacityError(f"{count_max} namespaces hold blocks; allowed: no more than that at once")
 
-    def _touch(self, namespace_id: NamespaceId, hashes: Sequence[BlockHash]) -> None:
+    def _touch(self, namespace_id: ScopedId, hashes: Sequence[BlockHash]) -> None:
         self._recency.touch_chain([BlockKey(namespace_id, block_hash) for block_hash in hashes])
 
-    def _admit(self, key: BlockKey, *, parent: BlockKey | None, siblings: list[ReservationId]) -> Reservation | None:
-        """A reservation with a place, or None: everything is held."""
+    def _admit(self, key: BlockKey, *, parent: BlockKey | None) -> Place | None:
+        """A place for a block that nobody has yet, which is held from now on; None: there is no room."""
         self._recency.insert(key, parent=parent)
         self._recency.hold(key)  # until it is committed
         place = self._take_place(key.namespace_id)
@@ -444,14 +616,41 @@ class StoreCore:
             self._recency.remove(key)
             return None
         self._count_use(place, +1)
-        slot_bytes = self.space.slot_bytes(key.namespace_id)
-        return Reservation(key=key, place=place, slot_bytes=slot_bytes, siblings=siblings)
+        return place
 
-    def _take_place(self, namespace_id: NamespaceId) -> Place | None:
-        """A place, at the cost of colder blocks if need be; None when everything is held."""
+    def _begin(
+        self,
+        key: BlockKey,
+        place: Place,
+        *,
+        owner_id: OwnerId,
+        path: TransferPath,
+        siblings: list[ReservationId],
+        now_s: float,
+        duration_s: float,
+    ) -> Reservation:
+        self._last_generation += 1
+        reservation = Reservation(
+            id=ReservationId(self._reservations.next_number),
+            owner_id=owner_id,
+            key=key,
+            place=place,
+            generation=Generation(self._last_generation),
+            path=path,
+            block_bytes_max=self.space.slot_bytes(key.namespace_id) - SLOT_HEADER_BYTES,
+            siblings=siblings,
+        )
+        self._reservations.adopt(reservation.id, owner_id=owner_id, value=reservation, deadline_s=now_s + duration_s)
+        self._headers.begin_slot(place, reservation.generation)
+        return reservation
+
+    def _take_place(self, namespace_id: ScopedId) -> Place | None:
+        """A place, at the cost of colder blocks if need be; None when everything is held, or another tenant's."""
         place = self.space.allocate(namespace_id)
         if place is not None:
             return place
+        if self.space.tenant_count > 1:
+            self._claim_foreign_slab(tenant_of(namespace_id))
         self.evict_to_low_watermark()
         place = self.space.allocate(namespace_id)
         if place is not None:
@@ -463,29 +662,57 @@ class StoreCore:
             self._evict(goal_bytes, may_evict=lambda key: key.namespace_id == namespace_id)
         return self.space.allocate(namespace_id)
 
-    def _claim_slab(self, namespace_id: NamespaceId) -> bool:
-        """When the coldest block of all is another namespace's, empties a slab that nobody uses for this one.
+    def _claim_slab(self, namespace_id: ScopedId) -> bool:
+        """When the tenant's coldest block is another namespace's, empties a slab that nobody uses for this one.
 
         This is how space follows demand. Of the coldest block's namespace the emptiest slab goes: eviction has
         thinned the coldest ones most, and the least is lost.
         """
-        coldest = self._recency.peek_coldest()
+        tenant = tenant_of(namespace_id)
+        if self.space.tenant_count == 1:
+            coldest = self._recency.peek_coldest()
+        else:
+            coldest = self._recency.peek_coldest(may_evict=lambda key: tenant_of(key.namespace_id) == tenant)
         if coldest is None or coldest.namespace_id == namespace_id:
             return False
         unused = [
             (owner != coldest.namespace_id, taken_count, slab)
             for owner, slab, taken_count in self.space.slabs_of_others(namespace_id)
-            if slab not in self._use_counts
+            if slab not in self._use_counts and tenant_of(owner) == tenant
         ]
         if not unused:
             return False
-        _, _, slab = min(unused)
+        self._empty_slab(min(unused)[-1])
+        return True
+
+    def _claim_foreign_slab(self, tenant: Tenant) -> None:
+        """Has a slab's memory replaced for a tenant that is out of room: a free one, or one of who has too much.
+
+        It serves once it has been replaced; the block that asked for it finds another place, or none.
+        """
+        if self.space.claim_foreign_slab(tenant) or self.space.is_waiting(tenant):
+            return
+        if not self.space.is_below_share(tenant):
+            return
+        unused = [
+            (taken_count, slab)
+            for owner, slab, taken_count in self.space.slabs_of_others(None)
+            if slab not in self._use_counts and self.space.is_above_share(tenant_of(owner))
+        ]
+        if unused:
+            self._empty_slab(min(unused)[-1])
+            self.space.claim_foreign_slab(tenant)
+
+    def _empty_slab(self, slab: SlabId) -> None:
+        """Evicts all blocks of a slab that nobody uses."""
         places = self.space.taken_places(slab)
         for place in places:
             self._recency.remove(self._key_at[place])
             self._drop(self._key_at[place])
         self.counters.evicted_count += len(places)
-        return True
+
+    def _is_above_share(self, key: BlockKey) -> bool:
+        return self.space.is_above_share(tenant_of(key.namespace_id))
 
     def _evict(
         self,
@@ -531,12 +758,33 @@ class StoreCore:
 
     def _drop(self, key: BlockKey) -> None:
         block = self._namespaces[key.namespace_id].stored.pop(key.block_hash)
+        self._headers.clear_slot(block.place)
         del self._key_at[block.place]
         self.space.release(block.place)
 
     def _give_up(self, reservation: Reservation) -> None:
+        self._forget(reservation)
+        self._free(reservation)
+
+    def _strand(self, reservation: Reservation, *, now_s: float) -> None:
+        """Gives a block up, but not its slot, into which the client may be writing at any moment."""
+        self._forget(reservation)
+        self.counters.stranded_reservation_count += 1
+        deadline_s = inf if reservation.path is TransferPath.SLAB else now_s + _STRANDED_NIXL_S
+        self._stranded.adopt(reservation.id, owner_id=reservation.owner_id, value=reservation, deadline_s=deadline_s)
+
+    def _end_stranding(self, reservation_id: ReservationId, *, owner_id: OwnerId) -> None:
+        stranded = self._stranded.release(reservation_id, owner_id=owner_id)
+        if stranded is not None:
+            self._free(stranded)
+
+    def _forget(self, reservation: Reservation) -> None:
+        """The block is not to come any more."""
         entry = self._namespaces[reservation.key.namespace_id]
         del entry.pending[reservation.key.block_hash]
         self._recency.remove(reservation.key)
+        self._headers.clear_slot(reservation.place)
+
+    def _free(self, reservation: Reservation) -> None:
         self._count_use(reservation.place, -1)
         self.space.release(reservation.place)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -13,18 +14,27 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvstore import wire
-from kvstore.errors import REASON_METADATA_KEY, DeadlineExceededError, InternalError, KvstoreError
+from kvstore.errors import REASON_METADATA_KEY, InternalError, KvstoreError
 from kvstore.frames import WriteFrame
 from kvstore.messages import FRAME_DATA_BYTES_MAX
 from kvstore.wire import Method
+from kvstore_client.channel import STREAM_OPTIONS, STREAM_WINDOW_BYTES
+from kvstore_server.core.in_flight import ClientId
+from kvstore_server.rpc.caller import LOOPBACK, Caller
 from kvstore_server.rpc.service import StoreService
+from kvstore_server.rpc.streams import OpenStreams, Stream
 
 _log = structlog.get_logger("kvstore.rpc")
 
 _MESSAGE_BYTES_MAX = FRAME_DATA_BYTES_MAX + (2 << 20)
 """A frame, or a request of 65,536 hashes (2 MiB), with room for its header."""
 
-_CHANNEL_OPTIONS: list[tuple[str, int]] = [
+_STREAM_BYTES_MAX = FRAME_DATA_BYTES_MAX + STREAM_WINDOW_BYTES
+"""What one stream holds at most in the daemon, whatever its peer does: a frame in hand, and what gRPC has taken."""
+_CLIENT_ID_CHARS_MAX = 64
+
+_CHANNEL_OPTIONS: list[tuple[str, Any]] = [
+    *STREAM_OPTIONS,
     ("grpc.max_receive_message_length", _MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", _MESSAGE_BYTES_MAX),
     ("grpc.so_reuseport", 0),  # a second daemon on the port must fail, not share it
@@ -43,9 +53,9 @@ _Answer = TypeVar("_Answer")
 class GrpcServer:
     """A gRPC server with the store, health and reflection services."""
 
-    def __init__(self, service: StoreService, *, stream_s_max: float, on_bug: OnBug) -> None:
+    def __init__(self, service: StoreService, *, streams: OpenStreams, on_bug: OnBug) -> None:
         self._server = grpc.aio.server(options=_CHANNEL_OPTIONS)
-        self._stream_s_max = stream_s_max
+        self._streams = streams
         self._on_bug = on_bug
         self._server.add_generic_rpc_handlers((self._store_handlers(service),))
         self._health = health.aio.HealthServicer()
@@ -74,7 +84,7 @@ class GrpcServer:
         await self._server.stop(grace_s)
 
     def _store_handlers(self, service: StoreService) -> grpc.GenericRpcHandler:
-        unary: list[tuple[Method[Any, Any], Callable[[Any], Awaitable[Any]]]] = [
+        unary: list[tuple[Method[Any, Any], Callable[[Any, Caller], Awaitable[Any]]]] = [
             (wire.GET_STORE_INFO, service.get_store_info),
             (wire.GET_STORE_STATS, service.get_store_stats),
             (wire.OPEN_NAMESPACE, service.open_namespace),
@@ -86,6 +96,7 @@ class GrpcServer:
             (wire.RESERVE_BLOCKS, service.reserve_blocks),
             (wire.COMMIT_BLOCKS, service.commit_blocks),
             (wire.ABORT_RESERVATIONS, service.abort_reservations),
+            (wire.LEASE_BLOCKS, service.lease_blocks),
         ]
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             method.name: grpc.unary_unary_rpc_method_handler(self._unary(method, handle)) for method, handle in unary
@@ -95,11 +106,11 @@ class GrpcServer:
         return grpc.method_handlers_generic_handler(wire.STORE_SERVICE, handlers)
 
     def _unary(
-        self, method: Method[Any, Any], handle: Callable[[Any], Awaitable[Any]]
+        self, method: Method[Any, Any], handle: Callable[[Any, Caller], Awaitable[Any]]
     ) -> Callable[[bytes, Context], Awaitable[bytes]]:
         async def call(data: bytes, context: Context) -> bytes:
             async def answer() -> bytes:
-                return method.encode_response(await handle(method.decode_request(data)))
+                return method.encode_response(await handle(method.decode_request(data), _caller(context)))
 
             return await _answered(answer(), context, method, self._on_bug)
 
@@ -110,12 +121,14 @@ class GrpcServer:
 
         async def call(data: bytes, context: Context) -> None:
             async def send() -> None:
-                async with (
-                    _bounded(self._stream_s_max),
-                    aclosing(service.read_blocks(method.decode_request(data))) as frames,
-                ):
-                    async for frame in frames:
-                        await context.write(method.encode_response(frame))
+                request, caller = method.decode_request(data), _caller(context)
+                size_bytes = service.load_bytes_max(request, caller)
+                async with self._streams.open(_client_id(context)) as stream:
+                    await stream.wait_turn(min(size_bytes, _STREAM_BYTES_MAX))
+                    async with aclosing(service.read_blocks(request, caller)) as frames:
+                        async for frame in frames:
+                            await context.write(method.encode_response(frame))
+                            stream.note_progress()
 
             await _answered(send(), context, method, self._on_bug)
 
@@ -126,30 +139,44 @@ class GrpcServer:
 
         async def call(messages: AsyncIterator[bytes], context: Context) -> bytes:
             async def receive() -> bytes:
-                async with _bounded(self._stream_s_max):
-                    return method.encode_response(await service.write_blocks(_write_frames(messages)))
+                caller = _caller(context)
+                async with self._streams.open(_client_id(context)) as stream:
+                    frames = _write_frames(messages, stream, store_bytes_max=service.store_bytes_max)
+                    return method.encode_response(await service.write_blocks(frames, caller))
 
             return await _answered(receive(), context, method, self._on_bug)
 
         return call
 
 
-async def _write_frames(messages: AsyncIterator[bytes]) -> AsyncIterator[WriteFrame]:
+def _client_id(context: Context) -> ClientId:
+    """Who shares one budget: a connection, and on a unix socket, where connections have no names, what it says it is.
+
+    It decides about fairness alone. Who gives itself another name for each stream is held by what all may have.
+    """
+    metadata = context.invocation_metadata() or ()
+    declared = next((str(value) for key, value in metadata if key == wire.CLIENT_METADATA_KEY), "")
+    return ClientId(f"{context.peer()} {declared[:_CLIENT_ID_CHARS_MAX]}")
+
+
+def _caller(context: Context) -> Caller:
+    return replace(LOOPBACK, client_id=_client_id(context))
+
+
+async def _write_frames(
+    messages: AsyncIterator[bytes], stream: Stream, *, store_bytes_max: Callable[[WriteFrame], int]
+) -> AsyncIterator[WriteFrame]:
+    is_counted = False
     async for message in messages:
-        yield wire.WRITE_BLOCKS.decode_request(message)
+        frame = wire.WRITE_BLOCKS.decode_request(message)
+        if not is_counted:
+            stream.count_store(min(store_bytes_max(frame), _STREAM_BYTES_MAX))
+            is_counted = True
+        stream.note_progress()
+        yield frame
     # grpc.aio ends the messages of a cancelled call as if they were all, and cancels its task just after:
     # mostly before the next turn of the loop.
     await asyncio.sleep(0)
-
-
-@asynccontextmanager
-async def _bounded(stream_s_max: float) -> AsyncIterator[None]:
-    """Ends a stream that has lived too long, so that a peer that stalls cannot hold blocks for ever."""
-    try:
-        async with asyncio.timeout(stream_s_max):
-            yield
-    except TimeoutError as late:
-        raise DeadlineExceededError(f"the stream is older than {stream_s_max:g} s") from late
 
 
 async def _answered(work: Awaitable[_Answer], context: Context, method: Method[Any, Any], on_bug: OnBug) -> _Answer:

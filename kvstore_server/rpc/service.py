@@ -7,44 +7,91 @@ bounded pool of threads on places that are retained meanwhile.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kvstore import PROTOCOL_VERSION, __version__
 from kvstore import messages as m
-from kvstore.envelope import ENVELOPE_BYTES, Envelope, verify_block
+from kvstore.envelope import ENVELOPE_BYTES, Envelope, PayloadChecksum
 from kvstore.errors import CorruptBlockError, InvalidArgumentError
 from kvstore.frames import ReadFrame, WriteFrame, cut
-from kvstore.keys import HASH_BYTES, BlockHash, NamespaceId, split_hashes
-from kvstore.messages import BlockState, CommitState, Epoch, OwnerId, ReservationId
-from kvstore_server.core.store import BlockKey, Found, Reservation, StoreCore, StoredBlock
-from kvstore_server.tiers.arena import Arena
+from kvstore.keys import HASH_BYTES, BlockHash, split_hashes
+from kvstore.messages import (
+    BlockState,
+    CommitState,
+    Epoch,
+    LeaseId,
+    OwnerId,
+    ReservationId,
+    Ticket,
+    TransferPath,
+)
+from kvstore.slab import encode_slot_header, encode_slot_records
+from kvstore_server.core.in_flight import InFlight
+from kvstore_server.core.space import Place
+from kvstore_server.core.store import BlockKey, Found, Reservation, StoreCore
+from kvstore_server.core.tenants import ScopedId, namespace_of, scoped
+from kvstore_server.core.verdict import is_cut_off, verdict
+from kvstore_server.rpc.caller import Caller
+from kvstore_server.shm.arenas import Arenas
 
-_INLINE_BYTES_MAX = 32 << 10
-"""Below this a copy on the loop is cheaper than handing it to a thread."""
+INLINE_BYTES_MAX = 32 << 10
+"""Up to here a copy on the loop is cheaper than handing it to a thread."""
 
 
 _Result = TypeVar("_Result")
 
 
+class TicketIssuer(Protocol):
+    """Lets transfers over the data port happen; what a ticket stands for is the issuer's to end."""
+
+    def issue_read(
+        self, *, lease_id: LeaseId, owner_id: OwnerId, namespace_id: ScopedId, hashes: Sequence[BlockHash]
+    ) -> Ticket:
+        """For leased blocks."""
+
+    def issue_write(self, *, owner_id: OwnerId, reservation_ids: Sequence[ReservationId]) -> Ticket:
+        """For reservations of one call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoints:
+    """Where the other paths are, as `GetStoreInfo` tells it; empty: there is none."""
+
+    slab_socket: str = ""
+    bulk_port: int = 0
+    nixl_metadata: bytes = b""
+
+
 class StoreService:
-    """Handlers of `kvstore.v1.BlockStoreService`; each takes a request and returns a response as plain values."""
+    """Handlers of `kvstore.v1.BlockStoreService`, as plain values: the request and who sent it, and the response.
+
+    `endpoints` is set once the daemon listens.
+    """
 
     def __init__(
         self,
         *,
         core: StoreCore,
-        arena: Arena,
+        arenas: Arenas,
         epoch: Epoch,
         copy_pool: Executor,
         clock: Callable[[], float],
+        in_flight: InFlight,
+        transfers: TicketIssuer | None = None,
+        inline_bytes_max: int = INLINE_BYTES_MAX,
     ) -> None:
+        self.endpoints = Endpoints()
         self._core = core
-        self._arena = arena
+        self._arenas = arenas
+        self._in_flight = in_flight
+        self._transfers = transfers
         self._epoch = epoch
         self._copy_pool = copy_pool
+        self._inline_bytes_max = inline_bytes_max
         self._clock = clock
         self._started_s = clock()
         self._unbroken_tasks: set[asyncio.Task[object]] = set()
@@ -53,7 +100,7 @@ class StoreService:
 
     # --- information
 
-    async def get_store_info(self, _: m.GetStoreInfoRequest) -> m.StoreInfo:
+    async def get_store_info(self, _: m.GetStoreInfoRequest, caller: Caller) -> m.StoreInfo:
         return m.StoreInfo(
             version=__version__,
             protocol_version=PROTOCOL_VERSION,
@@ -62,11 +109,14 @@ class StoreService:
             draining=self._core.is_draining,
             batch_count_max=m.BATCH_COUNT_MAX,
             frame_data_bytes_max=m.FRAME_DATA_BYTES_MAX,
+            slab_socket=self.endpoints.slab_socket,
+            bulk_port=self.endpoints.bulk_port,
+            nixl_metadata=self.endpoints.nixl_metadata,
         )
 
-    async def get_store_stats(self, _: m.GetStoreStatsRequest) -> m.StoreStats:
+    async def get_store_stats(self, _: m.GetStoreStatsRequest, caller: Caller) -> m.StoreStats:
         core, counters = self._core, self._core.counters
-        namespaces = core.namespace_stats()
+        namespaces = core.namespace_stats(caller.tenant)
         return m.StoreStats(
             capacity_bytes=core.space.capacity_bytes,
             ready_bytes=core.space.ready_bytes,
@@ -85,32 +135,37 @@ class StoreService:
             corrupt_count=counters.corrupt_on_commit_count + counters.corrupt_in_memory_count,
             sent_count=counters.sent_count,
             unsent_count=counters.unsent_count,
-            refused_count=counters.refused_full_count + counters.refused_draining_count,
+            refused_count=counters.refused_full_count
+            + counters.refused_draining_count
+            + counters.refused_overloaded_count,
             uptime_s=self._clock() - self._started_s,
             namespaces=namespaces,
         )
 
-    async def open_namespace(self, request: m.OpenNamespaceRequest) -> m.OpenNamespaceResponse:
-        slot_bytes = self._core.open_namespace(request.namespace, payload_bytes=request.payload_bytes)
+    async def open_namespace(self, request: m.OpenNamespaceRequest, caller: Caller) -> m.OpenNamespaceResponse:
+        slot_bytes = self._core.open_namespace(
+            request.namespace, payload_bytes=request.payload_bytes, tenant=caller.tenant
+        )
         return m.OpenNamespaceResponse(namespace_id=request.namespace.id, epoch=self._epoch, slot_bytes=slot_bytes)
 
     # --- reading
 
-    async def lookup_blocks(self, request: m.LookupBlocksRequest) -> m.LookupBlocksResponse:
+    async def lookup_blocks(self, request: m.LookupBlocksRequest, caller: Caller) -> m.LookupBlocksResponse:
         hashes = _hashes(request.block_hashes)
-        found = await self._find(request.namespace_id, hashes, wait_s=request.wait_s)
+        found = await self._find(scoped(caller.tenant, request.namespace_id), hashes, wait_s=request.wait_s)
         return m.LookupBlocksResponse(
             matched_count=found.matched_count, block_states=found.states, tiers=found.tiers, epoch=self._epoch
         )
 
-    async def acquire_prefix(self, request: m.AcquirePrefixRequest) -> m.AcquirePrefixResponse:
+    async def acquire_prefix(self, request: m.AcquirePrefixRequest, caller: Caller) -> m.AcquirePrefixResponse:
+        namespace_id = scoped(caller.tenant, request.namespace_id)
         hashes = _hashes(request.block_hashes)
         owner_id = _owner(request.owner_id)
         lease_s = _duration("lease_duration", request.lease_s, max_s=m.LEASE_S_MAX)
-        found = await self._find(request.namespace_id, hashes, wait_s=request.wait_s)
+        found = await self._find(namespace_id, hashes, wait_s=request.wait_s)
         # No await between finding and leasing: nothing can leave in between.
         lease_id = self._core.lease(
-            request.namespace_id,
+            namespace_id,
             hashes[: found.matched_count],
             owner_id=owner_id,
             now_s=self._clock(),
@@ -124,7 +179,7 @@ class StoreService:
             lease_id=lease_id,
         )
 
-    async def renew_leases(self, request: m.RenewLeasesRequest) -> m.RenewLeasesResponse:
+    async def renew_leases(self, request: m.RenewLeasesRequest, caller: Caller) -> m.RenewLeasesResponse:
         owner_id = _owner(request.owner_id)
         _count("lease_ids", len(request.lease_ids), count_max=m.LEASE_IDS_MAX)
         lease_s = _duration("lease_duration", request.lease_s, max_s=m.LEASE_S_MAX)
@@ -136,18 +191,47 @@ class StoreService:
             )
         )
 
-    async def release_leases(self, request: m.ReleaseLeasesRequest) -> m.ReleaseLeasesResponse:
+    async def release_leases(self, request: m.ReleaseLeasesRequest, caller: Caller) -> m.ReleaseLeasesResponse:
         owner_id = _owner(request.owner_id)
         _count("lease_ids", len(request.lease_ids), count_max=m.LEASE_IDS_MAX)
         return m.ReleaseLeasesResponse(
             released=tuple(self._core.release_lease(lease, owner_id=owner_id) for lease in request.lease_ids)
         )
 
-    async def read_blocks(self, request: m.ReadBlocksRequest) -> AsyncGenerator[ReadFrame, None]:
+    async def lease_blocks(self, request: m.LeaseBlocksRequest, caller: Caller) -> m.LeaseBlocksResponse:
+        namespace_id = scoped(caller.tenant, request.namespace_id)
         hashes = _hashes(request.block_hashes)
-        self._core.touch(request.namespace_id, hashes)
+        owner_id = _owner(request.owner_id)
+        if request.path is TransferPath.STREAM:
+            raise InvalidArgumentError.of("path", "STREAM", "SLAB, BULK or NIXL; ReadBlocks needs no lease")
+        self._check_path(request.path, owner_id, caller, is_write=False)
+        leased = self._core.lease_stored(
+            namespace_id,
+            hashes,
+            owner_id=owner_id,
+            now_s=self._clock(),
+            duration_s=_duration("lease_duration", request.lease_s, max_s=m.LEASE_S_MAX),
+        )
+        slots = ticket = b""
+        if request.path is not TransferPath.BULK:
+            self._core.count_read(leased.blocks)
+            slots = encode_slot_records([block.record for block in leased.blocks])
+        elif leased.lease_id is not None:
+            assert self._transfers is not None, "a path that was refused"
+            hits = [hashes[index] for index, state in enumerate(leased.states) if state == BlockState.HIT]
+            ticket = self._transfers.issue_read(
+                lease_id=leased.lease_id, owner_id=owner_id, namespace_id=namespace_id, hashes=hits
+            )
+        return m.LeaseBlocksResponse(
+            block_states=leased.states, epoch=self._epoch, lease_id=leased.lease_id, slots=slots, ticket=ticket
+        )
+
+    async def read_blocks(self, request: m.ReadBlocksRequest, caller: Caller) -> AsyncGenerator[ReadFrame, None]:
+        namespace_id = scoped(caller.tenant, request.namespace_id)
+        hashes = _hashes(request.block_hashes)
+        self._core.touch(namespace_id, hashes)
         for index, block_hash in enumerate(hashes):
-            block = self._core.begin_read(request.namespace_id, block_hash)
+            block = self._core.begin_read(namespace_id, block_hash)
             if block is None:
                 self._core.counters.unsent_count += 1
                 yield ReadFrame(block_index=index, block_state=BlockState.MISS)
@@ -155,7 +239,7 @@ class StoreService:
             self._core.counters.sent_count += 1
             sent_bytes = 0
             try:
-                view = self._arena.view(block.place, block.size_bytes)
+                view = self._arenas.view(block.place, block.size_bytes)
                 for offset, length in cut(block.size_bytes):
                     yield ReadFrame(
                         block_index=index,
@@ -168,74 +252,124 @@ class StoreService:
             finally:
                 self._core.end_read(block, sent_bytes=sent_bytes)
 
-    async def verify_blocks(self, request: m.VerifyBlocksRequest) -> m.VerifyBlocksResponse:
+    def load_bytes_max(self, request: m.ReadBlocksRequest, caller: Caller) -> int:
+        """What `read_blocks` sends if all is there."""
+        block_bytes = ENVELOPE_BYTES + self._core.payload_bytes(scoped(caller.tenant, request.namespace_id))
+        return len(request.block_hashes) // HASH_BYTES * block_bytes
+
+    async def verify_blocks(self, request: m.VerifyBlocksRequest, caller: Caller) -> m.VerifyBlocksResponse:
+        namespace_id = scoped(caller.tenant, request.namespace_id)
         states = [
-            await self._unbroken(self._verify_stored(request.namespace_id, block_hash))
+            await self._unbroken(self._verify_stored(namespace_id, block_hash))
             for block_hash in _hashes(request.block_hashes)
         ]
         return m.VerifyBlocksResponse(block_states=bytes(states))
 
     # --- writing
 
-    async def reserve_blocks(self, request: m.ReserveBlocksRequest) -> m.ReserveBlocksResponse:
+    async def reserve_blocks(self, request: m.ReserveBlocksRequest, caller: Caller) -> m.ReserveBlocksResponse:
+        namespace_id = scoped(caller.tenant, request.namespace_id)
         hashes = _hashes(request.block_hashes)
+        owner_id = _owner(request.owner_id)
         if len(set(hashes)) != len(hashes):
             raise InvalidArgumentError.of("block_hashes", "the same block twice", "each block once")
         if len(request.parent_hash) not in (0, HASH_BYTES):
             raise InvalidArgumentError.of("parent_hash", f"{len(request.parent_hash)} bytes", "32 bytes, or none")
-        states, reservation_ids = self._core.reserve(
-            request.namespace_id,
+        self._check_path(request.path, owner_id, caller, is_write=True)
+        states, reservations = self._core.reserve(
+            namespace_id,
             hashes,
             parent_hash=BlockHash(request.parent_hash) if request.parent_hash else None,
-            owner_id=_owner(request.owner_id),
+            owner_id=owner_id,
             now_s=self._clock(),
             duration_s=_duration("reservation_duration", request.reservation_s, max_s=m.RESERVATION_S_MAX),
+            path=request.path,
+            is_overloaded=self._is_overloaded(request.path, caller),
         )
-        return m.ReserveBlocksResponse(reserve_states=states, reservation_ids=tuple(reservation_ids), epoch=self._epoch)
+        reserved = [reservation for reservation in reservations if reservation is not None]
+        slots = ticket = b""
+        if request.path in (TransferPath.SLAB, TransferPath.NIXL):
+            slots = encode_slot_records([reservation.record for reservation in reserved])
+        elif request.path is TransferPath.BULK and reserved:
+            assert self._transfers is not None, "a path that was refused"
+            ticket = self._transfers.issue_write(
+                owner_id=owner_id, reservation_ids=[reservation.id for reservation in reserved]
+            )
+        return m.ReserveBlocksResponse(
+            reserve_states=states,
+            reservation_ids=tuple(None if reservation is None else reservation.id for reservation in reservations),
+            epoch=self._epoch,
+            slots=slots,
+            ticket=ticket,
+        )
 
-    async def write_blocks(self, frames: AsyncIterator[WriteFrame]) -> m.WriteBlocksResponse:
+    async def write_blocks(self, frames: AsyncIterator[WriteFrame], caller: Caller) -> m.WriteBlocksResponse:
         owner_id: OwnerId | None = None
         touched: set[ReservationId] = set()
         landed_bytes = 0
         is_whole = False
+        landing: Awaitable[None] | None = None
         try:
             async for frame in frames:
                 owner_id = owner_id or _owner(frame.owner_id or b"")
                 touched.add(frame.reservation_id)
-                landed_bytes += await self._land(frame, owner_id)
+                # One frame lands while the next one comes, and no more.
+                if landing is not None:
+                    await landing
+                landing, size_bytes = self._land(frame, owner_id)
+                landed_bytes += size_bytes
+            if landing is not None:
+                await landing
             for reservation_id in touched:
                 self._refuse_cut_off(reservation_id, owner_id=owner_id)
             is_whole = True
         finally:
             if not is_whole and owner_id is not None:
                 self._core.abort_siblings(touched, owner_id=owner_id)
-                self._wake_waiters()
+                self.wake_waiters()
         return m.WriteBlocksResponse(landed_bytes=landed_bytes)
 
-    async def commit_blocks(self, request: m.CommitBlocksRequest) -> m.CommitBlocksResponse:
+    def store_bytes_max(self, frame: WriteFrame) -> int:
+        """What a stream that begins with this frame may bring: all that was reserved with its block."""
+        reservation = self._core.reservation(frame.reservation_id, owner_id=_owner(frame.owner_id or b""))
+        return 0 if reservation is None else len(reservation.siblings) * reservation.block_bytes_max
+
+    async def commit_blocks(self, request: m.CommitBlocksRequest, caller: Caller) -> m.CommitBlocksResponse:
         owner_id = _owner(request.owner_id)
         _count("reservation_ids", len(request.reservation_ids), count_max=m.BATCH_COUNT_MAX)
         states = await self._unbroken(self._commit(request.reservation_ids, owner_id=owner_id))
         return m.CommitBlocksResponse(commit_states=bytes(states))
 
-    async def abort_reservations(self, request: m.AbortReservationsRequest) -> m.AbortReservationsResponse:
+    async def abort_reservations(
+        self, request: m.AbortReservationsRequest, caller: Caller
+    ) -> m.AbortReservationsResponse:
         owner_id = _owner(request.owner_id)
         _count("reservation_ids", len(request.reservation_ids), count_max=m.BATCH_COUNT_MAX)
         aborted = [self._core.abort(reservation, owner_id=owner_id) for reservation in request.reservation_ids]
-        self._wake_waiters()
+        self.wake_waiters()
         return m.AbortReservationsResponse(aborted_count=sum(aborted))
 
-    # --- time
+    # --- what ends
+
+    def end_session(self, session_id: OwnerId) -> None:
+        """A session of the slab socket is over: nobody is left who could use, or spoil, what it held."""
+        if self._core.end_owner(session_id):
+            self.wake_waiters()
+
+    def wake_waiters(self) -> None:
+        """To be called whenever a pending block has become something else."""
+        self._settled.set()
+        self._settled = asyncio.Event()
 
     def sweep(self) -> None:
         """Ends what has expired; to be called every so often."""
         if self._core.expire(now_s=self._clock()):
-            self._wake_waiters()
+            self.wake_waiters()
         self._core.evict_to_low_watermark()
 
     # --- inside
 
-    async def _find(self, namespace_id: NamespaceId, hashes: list[BlockHash], *, wait_s: float) -> Found:
+    async def _find(self, namespace_id: ScopedId, hashes: list[BlockHash], *, wait_s: float) -> Found:
         """A lookup that waits, for so long, while the block behind its matched prefix is pending."""
         if not 0.0 <= wait_s <= m.WAIT_S_MAX:
             raise InvalidArgumentError.of("wait_duration", f"{wait_s:g} s", f"0 to {m.WAIT_S_MAX:g} s")
@@ -262,61 +396,120 @@ class StoreService:
         reservation = self._core.reservation(reservation_id, owner_id=owner_id) if owner_id else None
         if reservation is None or not reservation.landed_bytes:
             return
-        if _is_cut_off(self._arena.view(reservation.place, reservation.landed_bytes)):
+        if is_cut_off(self._arenas.view(reservation.place, reservation.landed_bytes)):
             raise InvalidArgumentError.of(
                 "stream", f"at its end after {reservation.landed_bytes} bytes of a block", "whole blocks"
             )
 
-    async def _land(self, frame: WriteFrame, owner_id: OwnerId) -> int:
+    def _land(self, frame: WriteFrame, owner_id: OwnerId) -> tuple[Awaitable[None] | None, int]:
+        """Begins to land a frame: when it will have landed, unless it has, and how many bytes have a place to go."""
         size_bytes = len(frame.data)
         reservation = self._core.begin_landing(
             frame.reservation_id, owner_id=owner_id, offset_bytes=frame.offset_bytes, size_bytes=size_bytes
         )
         if reservation is None:
-            return 0
-        land = partial(self._arena.land, reservation.place, frame.offset_bytes, frame.data)
-        if size_bytes <= _INLINE_BYTES_MAX:
+            return None, 0
+        reservation.checksum = reservation.checksum or PayloadChecksum()
+        land = partial(self._copy_in, frame, reservation.place, reservation.checksum)
+        if size_bytes <= self._inline_bytes_max:
             land()
             self._core.end_landing(reservation, size_bytes=size_bytes)
-        else:
-            await self._unbroken(self._land_in_thread(land, reservation, size_bytes=size_bytes))
-        return size_bytes
+            return None, size_bytes
+        landing = asyncio.get_running_loop().run_in_executor(self._copy_pool, land)
+        # Even if the caller goes away: the thread uses the place until it has done.
+        landing.add_done_callback(lambda _: self._core.end_landing(reservation, size_bytes=size_bytes))
+        return asyncio.shield(landing), size_bytes
 
-    async def _land_in_thread(self, land: Callable[[], None], reservation: Reservation, *, size_bytes: int) -> None:
-        try:
-            await self._in_thread(land)
-        finally:
-            self._core.end_landing(reservation, size_bytes=size_bytes)
+    def _copy_in(self, frame: WriteFrame, place: Place, checksum: PayloadChecksum) -> None:
+        """Copies a frame into its slot and takes the checksum of what is there then, while it is in the cache."""
+        self._arenas.land(place, frame.offset_bytes, frame.data)
+        if checksum.block_bytes == frame.offset_bytes:
+            checksum.update(self._arenas.view(place, frame.offset_bytes + len(frame.data))[frame.offset_bytes :])
+
+    def _check_path(self, path: TransferPath, owner_id: OwnerId, caller: Caller, *, is_write: bool) -> None:
+        """Raises when a caller may not move blocks on this path."""
+        match path:
+            case TransferPath.SLAB:
+                if caller.session_id is None:
+                    raise InvalidArgumentError.of("path", "SLAB", "that only on the slab socket")
+                if owner_id != caller.session_id:
+                    raise InvalidArgumentError.of("owner_id", owner_id.hex(), "on path SLAB the id of the session")
+                if is_write and not caller.may_write:
+                    raise InvalidArgumentError.of("path", "SLAB", "that only in a session with access WRITE")
+            case TransferPath.BULK:
+                if self._transfers is None:
+                    raise InvalidArgumentError.of("path", "BULK", "no BULK here: this daemon has no data port")
+            case TransferPath.NIXL:
+                if not self.endpoints.nixl_metadata:
+                    raise InvalidArgumentError.of("path", "NIXL", "no NIXL here: nixl.enabled is false")
+            case TransferPath.STREAM:
+                pass
+
+    def _is_overloaded(self, path: TransferPath, caller: Caller) -> bool:
+        """Whether a store must wait for better times; one through the slab moves nothing of ours."""
+        return path in (TransferPath.STREAM, TransferPath.BULK) and not self._in_flight.admits_store(caller.client_id)
 
     async def _commit(self, reservation_ids: Sequence[ReservationId], *, owner_id: OwnerId) -> list[CommitState]:
         reservations = [self._core.begin_commit(number, owner_id=owner_id) for number in reservation_ids]
-        verdicts = [
-            self._verdict_without_bytes(reservation) if reservation else CommitState.EXPIRED
+        settled = [
+            self._verdict_without_payload(reservation) if reservation else CommitState.EXPIRED
             for reservation in reservations
         ]
-        landed = [hold for hold, verdict in zip(reservations, verdicts, strict=True) if hold and not verdict]
-        checks = [self._check(hold.key, StoredBlock(hold.place, hold.landed_bytes)) for hold in landed]
-        checked = iter(await self._in_thread(lambda: [check() for check in checks]) if checks else [])
+        landed = [hold for hold, known in zip(reservations, settled, strict=True) if hold and not known]
+        checks = [
+            self._check(hold.key, hold.place, hold.landed_bytes, payload_checksum=hold.known_checksum)
+            for hold in landed
+        ]
+        if all(hold.known_checksum is not None for hold in landed):
+            checked = iter([check() for check in checks])
+        else:
+            checked = iter(await self._in_thread(lambda: [check() for check in checks]))
         states: list[CommitState] = []
-        for reservation, verdict in zip(reservations, verdicts, strict=True):
-            state = verdict or next(checked)
+        for reservation, known in zip(reservations, settled, strict=True):
+            state = known or next(checked)
             if reservation is not None:
-                self._core.end_commit(reservation, state=state)
+                self._core.end_commit(reservation, state=state, is_verified=known is None)
             states.append(state)
-        self._wake_waiters()
+        self.wake_waiters()
         return states
 
-    @staticmethod
-    def _verdict_without_bytes(reservation: Reservation) -> CommitState | None:
-        """INCOMPLETE when there is nothing to verify yet; None when the bytes decide."""
-        return CommitState.INCOMPLETE if not reservation.landed_bytes or reservation.landing_count else None
+    def _verdict_without_payload(self, reservation: Reservation) -> CommitState | None:
+        """What can be said of a block before its payload is hashed; None when that decides.
 
-    async def _verify_stored(self, namespace_id: NamespaceId, block_hash: BlockHash) -> BlockState:
+        Who writes over the slab has hashed while it copied, and every reader hashes what it copies: once more here
+        would be for nothing. What came in any other way is not readable before we have seen that it is right.
+        """
+        if not reservation.is_in_slot:
+            return CommitState.INCOMPLETE if not reservation.landed_bytes or reservation.landing_count else None
+        if self._arenas.header(reservation.place) != encode_slot_header(
+            reservation.generation, is_readable=False, is_verified=False
+        ):
+            return CommitState.CORRUPT
+        head = bytes(self._arenas.view(reservation.place, ENVELOPE_BYTES))
+        if not any(head):
+            return CommitState.INCOMPLETE
+        try:
+            envelope = Envelope.decode(head)
+        except CorruptBlockError:
+            return CommitState.CORRUPT
+        namespace_id, block_hash = reservation.key
+        size_bytes = ENVELOPE_BYTES + envelope.payload_bytes
+        if (
+            envelope.namespace_id != namespace_of(namespace_id)
+            or envelope.block_hash != block_hash
+            or envelope.decoded_bytes != self._core.payload_bytes(namespace_id)
+            or size_bytes > reservation.block_bytes_max
+        ):
+            return CommitState.CORRUPT
+        self._core.land_in_slot(reservation, size_bytes=size_bytes)
+        return CommitState.COMMITTED if reservation.path is TransferPath.SLAB else None
+
+    async def _verify_stored(self, namespace_id: ScopedId, block_hash: BlockHash) -> BlockState:
         block = self._core.begin_read(namespace_id, block_hash)
         if block is None:
             return BlockState.MISS
         try:
-            check = self._check(BlockKey(namespace_id, block_hash), block)
+            check = self._check(BlockKey(namespace_id, block_hash), block.place, block.size_bytes)
             if await self._in_thread(check) is CommitState.COMMITTED:
                 return BlockState.HIT
             self._core.quarantine(namespace_id, block_hash, block)
@@ -324,13 +517,17 @@ class StoreService:
         finally:
             self._core.end_read(block, sent_bytes=0)
 
-    def _check(self, key: BlockKey, block: StoredBlock) -> Callable[[], CommitState]:
-        """A test of the bytes at a retained place, to be run in a thread."""
+    def _check(
+        self, key: BlockKey, place: Place, size_bytes: int, *, payload_checksum: int | None = None
+    ) -> Callable[[], CommitState]:
+        """A test of the bytes at a retained place, to be run in a thread unless the checksum is known."""
         return partial(
-            _verdict,
-            self._arena.view(block.place, block.size_bytes),
-            key,
+            verdict,
+            self._arenas.view(place, size_bytes),
+            namespace_id=namespace_of(key.namespace_id),
+            block_hash=key.block_hash,
             payload_bytes=self._core.payload_bytes(key.namespace_id),
+            payload_checksum=payload_checksum,
         )
 
     async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
@@ -342,30 +539,6 @@ class StoreService:
         self._unbroken_tasks.add(task)
         task.add_done_callback(self._unbroken_tasks.discard)
         return await asyncio.shield(task)
-
-    def _wake_waiters(self) -> None:
-        self._settled.set()
-        self._settled = asyncio.Event()
-
-
-def _verdict(block: memoryview, key: BlockKey, *, payload_bytes: int) -> CommitState:
-    """COMMITTED when these bytes are the block, no byte more; INCOMPLETE when its end is missing; else CORRUPT."""
-    try:
-        payload = verify_block(
-            block, namespace_id=key.namespace_id, block_hash=key.block_hash, payload_bytes=payload_bytes
-        )
-    except CorruptBlockError:
-        return CommitState.INCOMPLETE if _is_cut_off(block) else CommitState.CORRUPT
-    return CommitState.COMMITTED if len(block) == ENVELOPE_BYTES + len(payload) else CommitState.CORRUPT
-
-
-def _is_cut_off(block: memoryview) -> bool:
-    if len(block) < ENVELOPE_BYTES:
-        return True
-    try:
-        return len(block) < ENVELOPE_BYTES + Envelope.decode(block).payload_bytes
-    except CorruptBlockError:
-        return False
 
 
 def _hashes(packed: bytes) -> list[BlockHash]:

@@ -7,7 +7,8 @@ All integers are little-endian. A connection carries any number of transfers, on
            daemon: reply, then one CommitState byte per block
 
 A block is its envelope and its payload. A refused transfer ends with its reply, whose text says why, and the
-connection closes after it.
+connection closes after it. Requests and replies tell how many bytes follow them, so that a receiver may sleep until
+many of them are there.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from kvstore.messages import Ticket
 
 BULK_VERSION = 1
 _MAGIC = b"KVBK"
-_REQUEST = struct.Struct("<4sHH16sI4x")
-_REPLY = struct.Struct("<4sHHII")
+_REQUEST = struct.Struct("<4sHH16sI4xQ")
+_REPLY = struct.Struct("<4sHHI4xQ")
 _BLOCK = struct.Struct("<IIQ")
 
 REQUEST_BYTES = _REQUEST.size
@@ -47,39 +48,52 @@ class TransferRequest:
     direction: Direction
     ticket: Ticket
     block_count: int
+    following_bytes: int = 0
+    """Block headers and blocks of a write; a read has none."""
 
     def encode(self) -> bytes:
-        return _REQUEST.pack(_MAGIC, BULK_VERSION, self.direction, self.ticket, self.block_count)
+        return _REQUEST.pack(_MAGIC, BULK_VERSION, self.direction, self.ticket, self.block_count, self.following_bytes)
 
     @classmethod
     def decode(cls, data: bytes) -> TransferRequest:
-        magic, version, direction, ticket, block_count = _REQUEST.unpack(data)
+        magic, version, direction, ticket, block_count, following_bytes = _REQUEST.unpack(data)
         if magic != _MAGIC or version != BULK_VERSION:
             raise ProtocolError(f"not a version {BULK_VERSION} transfer request: magic {magic!r}, version {version}")
         try:
-            return cls(direction=Direction(direction), ticket=Ticket(ticket), block_count=block_count)
+            request = cls(
+                direction=Direction(direction),
+                ticket=Ticket(ticket),
+                block_count=block_count,
+                following_bytes=following_bytes,
+            )
         except ValueError as error:
             raise ProtocolError(f"transfer request: {error}") from error
+        if request.encode() != data:
+            raise ProtocolError("transfer request has something where zeros must be")
+        return request
 
 
 class TransferReply(NamedTuple):
     status: BulkStatus
     block_count: int
-    text_bytes: int = 0
-    """Bytes of UTF-8 that follow a refusal and say why."""
+    following_bytes: int
+    """Block headers and blocks of a read; commit states of a write; UTF-8 that says why it is refused."""
 
     def encode(self) -> bytes:
-        return _REPLY.pack(_MAGIC, BULK_VERSION, self.status, self.block_count, self.text_bytes)
+        return _REPLY.pack(_MAGIC, BULK_VERSION, self.status, self.block_count, self.following_bytes)
 
     @classmethod
     def decode(cls, data: bytes) -> TransferReply:
-        magic, version, status, block_count, text_bytes = _REPLY.unpack(data)
+        magic, version, status, block_count, following_bytes = _REPLY.unpack(data)
         if magic != _MAGIC or version != BULK_VERSION:
             raise ProtocolError(f"not a version {BULK_VERSION} transfer reply: magic {magic!r}, version {version}")
         try:
-            return cls(BulkStatus(status), block_count, text_bytes)
+            reply = cls(BulkStatus(status), block_count, following_bytes)
         except ValueError as error:
             raise ProtocolError(f"transfer reply: {error}") from error
+        if reply.encode() != data:
+            raise ProtocolError("transfer reply has something where zeros must be")
+        return reply
 
 
 class BlockHeader(NamedTuple):

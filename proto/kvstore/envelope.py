@@ -15,9 +15,10 @@ envelope's over its own first 120 bytes. They catch accidents, not forgers; iden
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import xxhash
 
@@ -122,11 +123,50 @@ def checksum(payload: Buffer) -> int:
     return xxhash.xxh3_64_intdigest(payload)
 
 
-def verify_block(block: Buffer, *, namespace_id: NamespaceId, block_hash: BlockHash, payload_bytes: int) -> memoryview:
+class RunningChecksum:
+    """`checksum` of bytes that are taken piece by piece."""
+
+    __slots__ = ("_state", "add")
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_64()
+        self.add: Callable[[Any], None] = self._state.update
+
+    def value(self) -> int:
+        return self._state.intdigest()
+
+
+class PayloadChecksum:
+    """The checksum of the payload in an enveloped block, taken piece by piece as the block comes."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_64()
+        self.block_bytes = 0
+        """How much of the block, envelope included, has been taken in."""
+
+    def update(self, piece: Buffer) -> None:
+        """Takes in the bytes that follow; releases the GIL on large ones."""
+        self._hash.update(memoryview(piece)[max(ENVELOPE_BYTES - self.block_bytes, 0) :])
+        self.block_bytes += len(piece)
+
+    @property
+    def value(self) -> int:
+        return self._hash.intdigest()
+
+
+def verify_block(
+    block: Buffer,
+    *,
+    namespace_id: NamespaceId,
+    block_hash: BlockHash,
+    payload_bytes: int,
+    payload_checksum: int | None = None,
+) -> memoryview:
     """The payload of an enveloped block, proved to be the block that was asked for.
 
-    `payload_bytes` is what the layout gives in full precision. Raises `CorruptBlockError` when the magic,
-    the key echo, a length or a checksum is wrong; bytes behind the payload are not looked at.
+    `payload_bytes` is what the layout gives in full precision, `payload_checksum` that of these very bytes where it
+    is known already. Raises `CorruptBlockError` when the magic, the key echo, a length or a checksum is wrong; bytes
+    behind the payload are not looked at.
     """
     view = memoryview(block)
     envelope = Envelope.decode(view)
@@ -140,6 +180,6 @@ def verify_block(block: Buffer, *, namespace_id: NamespaceId, block_hash: BlockH
     payload = view[ENVELOPE_BYTES : ENVELOPE_BYTES + envelope.payload_bytes]
     if len(payload) != envelope.payload_bytes:
         raise CorruptBlockError(f"payload has {len(payload)} of {envelope.payload_bytes} bytes")
-    if checksum(payload) != envelope.payload_checksum:
+    if (checksum(payload) if payload_checksum is None else payload_checksum) != envelope.payload_checksum:
         raise CorruptBlockError("payload checksum does not match")
     return payload

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from kvstore.errors import InvalidArgumentError
 
@@ -49,7 +50,7 @@ class Plane:
         return self.shape[0] * self.strides_bytes[0]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class BlockLayout:
     """The arrangement of one block; `v_head_dim` 0 means there is no V plane (MLA's latent cache)."""
 
@@ -73,14 +74,14 @@ class BlockLayout:
         if self.payload_bytes > PAYLOAD_BYTES_MAX:
             raise InvalidArgumentError.of("payload_bytes", self.payload_bytes, f"up to {PAYLOAD_BYTES_MAX}")
 
-    @property
+    @cached_property
     def planes(self) -> tuple[Plane, ...]:
         k = self._plane("K", head_dim=self.head_dim, offset_bytes=0)
         if self.v_head_dim == 0:
             return (k,)
         return (k, self._plane("V", head_dim=self.v_head_dim, offset_bytes=k.size_bytes))
 
-    @property
+    @cached_property
     def payload_bytes(self) -> int:
         """Bytes of one block in full precision, without its envelope."""
         return sum(plane.size_bytes for plane in self.planes)

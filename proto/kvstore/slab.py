@@ -35,6 +35,8 @@ PAYLOAD_OFFSET_BYTES = SLOT_HEADER_BYTES + ENVELOPE_BYTES
 
 _U64_MAX = (1 << 64) - 1
 _SLOT_HEADER = struct.Struct("<QQ48x")
+_WHOLE_SLOT_HEADER = struct.Struct("<QQ48s")
+_SLOT_HEADER_REST = bytes(48)
 _SLOT_RECORD = struct.Struct("<QQQ")
 
 SLOT_RECORD_BYTES = _SLOT_RECORD.size
@@ -70,12 +72,13 @@ EMPTY_SLOT_HEADER = bytes(SLOT_HEADER_BYTES)
 
 def slot_state(header: Buffer, generation: Generation) -> SlotState:
     """What the 64 bytes at a slot's start say of this generation; any byte that is not as it must be reads as GONE."""
-    found = bytes(header)
-    if found == encode_slot_header(generation, is_readable=True, is_verified=True):
-        return SlotState.VERIFIED
-    if found == encode_slot_header(generation, is_readable=True, is_verified=False):
+    # Copied out first: what is taken apart must not change meanwhile.
+    sequence, verified, rest = _WHOLE_SLOT_HEADER.unpack(bytes(header))
+    if sequence != generation << 1 | 1 or rest != _SLOT_HEADER_REST:
+        return SlotState.GONE
+    if not verified:
         return SlotState.READABLE
-    return SlotState.GONE
+    return SlotState.VERIFIED if verified == sequence ^ _U64_MAX else SlotState.GONE
 
 
 def encode_slot_records(slots: list[SlotRecord]) -> bytes:
@@ -85,7 +88,7 @@ def encode_slot_records(slots: list[SlotRecord]) -> bytes:
 def decode_slot_records(packed: bytes) -> list[SlotRecord]:
     if len(packed) % SLOT_RECORD_BYTES:
         raise ProtocolError(f"{len(packed)} bytes of slot records; one has {SLOT_RECORD_BYTES}")
-    return [SlotRecord(place, Generation(number), size) for place, number, size in _SLOT_RECORD.iter_unpack(packed)]
+    return list(map(SlotRecord._make, _SLOT_RECORD.iter_unpack(packed)))
 
 
 # --- the slab socket

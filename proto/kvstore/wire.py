@@ -24,6 +24,9 @@ from kvstore.v1 import agent_pb2, store_pb2
 STORE_SERVICE = "kvstore.v1.BlockStoreService"
 AGENT_SERVICE = "kvstore.v1.AgentService"
 
+CLIENT_METADATA_KEY = "kvstore-client"
+"""Metadata of any call: a name that all calls of one client share, so that clients get equal shares of the daemon."""
+
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 _Pb = TypeVar("_Pb", bound=Message)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -69,6 +72,47 @@ def content(hashes: Sequence[BlockHash], *, block_bytes: int = BLOCK_BYTES) -> T
     return rows
 
 
+ARENA_SLOT_COUNT = 64
+SLOT_PITCH_BYTES = 4096 * (-(-(192 + BLOCK_BYTES) // 4096))
+
+
+@dataclass(frozen=True, eq=False)
+class FakeArena:
+    """Memory that a store shares with an agent; slots are as far apart, and payloads as far into them, as real ones."""
+
+    memory: memoryview = field(default_factory=lambda: memoryview(mmap.mmap(-1, ARENA_SLOT_COUNT * SLOT_PITCH_BYTES)))
+    is_read_only: bool = False
+
+    def slot(self, index: int) -> memoryview:
+        start = index * SLOT_PITCH_BYTES + 192
+        return self.memory[start : start + BLOCK_BYTES]
+
+
+@dataclass
+class FakeView:
+    payload: memoryview
+    is_gone: Callable[[], bool]
+
+    def is_valid(self) -> bool:
+        return not self.is_gone()
+
+
+@dataclass
+class FakeViews:
+    states: list[BlockState]
+    views: list[FakeView | None]
+    error: KvstoreError | None
+
+    def __iter__(self) -> Iterator[FakeView | None]:
+        return iter(self.views)
+
+
+@dataclass
+class FakeReserved:
+    slots: list[memoryview | None]
+    commit: Callable[[], PutResult]
+
+
 @dataclass
 class FakeStore:
     """What a daemon and its client are to an agent. Every field may be changed while an agent runs."""
@@ -89,6 +133,15 @@ class FakeStore:
     put_calls: list[tuple[BlockHash, ...]] = field(default_factory=list)
     get_calls: list[tuple[BlockHash, ...]] = field(default_factory=list)
     lookup_calls: list[tuple[BlockHash, ...]] = field(default_factory=list)
+    shared: tuple[FakeArena, ...] = ()
+    """What this store has mapped for its agent."""
+    rewritten: set[BlockHash] = field(default_factory=set)
+    """Blocks whose slot is given to others while they are in view, as after a lease that expired."""
+    on_view: Callable[[], None] = lambda: None
+    view_calls: list[tuple[BlockHash, ...]] = field(default_factory=list)
+    reserve_calls: list[tuple[BlockHash, ...]] = field(default_factory=list)
+    free_slots: list[int] = field(default_factory=lambda: list(range(ARENA_SLOT_COUNT)))
+    """Places in the first arena that hold no reservation and no view."""
     _revived: threading.Event = field(default_factory=threading.Event)
 
     def revive(self) -> None:
@@ -137,6 +190,61 @@ class FakeStore:
             states.append(self._put(block_hash, view, parent=parent))
             parent = block_hash
         return put_result(states, error=None)
+
+    def arenas(self) -> tuple[FakeArena, ...]:
+        return self.shared
+
+    @contextmanager
+    def view(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> Iterator[FakeViews]:
+        self.view_calls.append(tuple(hashes))
+        error = self._fail()
+        states = [BlockState.MISS if error else self._state(block_hash) for block_hash in hashes]
+        with self._taken(len(hashes)) as taken:
+            views: list[FakeView | None] = []
+            for block_hash, state, slot in zip(hashes, states, taken, strict=True):
+                views.append(None)
+                if state is BlockState.HIT:
+                    slot[:] = bytes(BLOCK_BYTES) if block_hash in self.rewritten else self.blocks[block_hash]
+                    views[-1] = FakeView(slot.toreadonly(), partial(self.rewritten.__contains__, block_hash))
+            self.on_view()
+            yield FakeViews(states, views, error)
+
+    @contextmanager
+    def reserve(
+        self, namespace: Namespace, hashes: Sequence[BlockHash], *, parent_hash: BlockHash | None = None
+    ) -> Iterator[FakeReserved]:
+        assert len(set(hashes)) == len(hashes), "the same block twice"
+        self.reserve_calls.append(tuple(hashes))
+        error = self._fail()
+        with self._taken(len(hashes)) as taken:
+            wanted = [not error and block_hash not in self.blocks for block_hash in hashes]
+
+            def commit() -> PutResult:
+                self.on_put()
+                late_error = error or self._fail()
+                if late_error is not None:
+                    return put_result([PutState.DROPPED] * len(hashes), error=late_error)
+                states, parent = [], parent_hash
+                for block_hash, slot in zip(hashes, taken, strict=True):
+                    states.append(self._put(block_hash, slot, parent=parent))
+                    parent = block_hash
+                return put_result(states, error=None)
+
+            yield FakeReserved(
+                [slot if is_wanted else None for slot, is_wanted in zip(taken, wanted, strict=True)], commit
+            )
+
+    @contextmanager
+    def _taken(self, count: int) -> Iterator[list[memoryview]]:
+        """Slots that belong to nobody else until the end; then they are spoiled at once, as by their next owner."""
+        indices = [self.free_slots.pop(0) for _ in range(count)]
+        slots = [self.shared[0].slot(index) for index in indices]
+        try:
+            yield slots
+        finally:
+            for slot in slots:
+                slot[:] = b"\xee" * BLOCK_BYTES
+            self.free_slots += indices
 
     def _put(self, block_hash: BlockHash, view: memoryview, *, parent: BlockHash | None) -> PutState:
         if block_hash in self.blocks:

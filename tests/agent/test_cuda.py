@@ -9,7 +9,7 @@ from gpu_agent.device import open_device
 from kvstore.errors import InvalidArgumentError
 from kvstore.messages import BlockState
 from tests.agent.conftest import MakeAgent
-from tests.agent.fakes import BLOCK_BYTES, chain, content
+from tests.agent.fakes import BLOCK_BYTES, FakeArena, FakeStore, chain, content
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
 
@@ -59,3 +59,24 @@ def test_host_tensors_are_taken_and_filled_by_a_cuda_pool(make_agent: MakeAgent)
     into = torch.zeros((12, BLOCK_BYTES), dtype=torch.uint8)
     assert agent.load(hashes, into) == (BlockState.HIT,) * 12
     assert torch.equal(into, content(hashes))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("is_read_only", [False, True])
+def test_blocks_go_between_vram_and_registered_slots_without_staging(
+    make_agent: MakeAgent, store: FakeStore, is_read_only: bool
+) -> None:
+    store.shared = (FakeArena(is_read_only=is_read_only),)
+    agent, hashes = make_agent(10, device=open_device("cuda:0")), chain(30)
+    agent.load(chain(1, seed=99), torch.zeros((1, BLOCK_BYTES), dtype=torch.uint8))
+    assert agent._arenas.wait_settled(10.0)
+    if not agent._arenas.is_direct(is_written=False):
+        pytest.skip("this device registers no read-only memory")
+    assert agent.store(hashes, content(hashes).to("cuda:0")) == (True,) * 30
+    into = torch.zeros((30, BLOCK_BYTES), dtype=torch.uint8, device="cuda:0")
+    assert agent.load(hashes, into) == (BlockState.HIT,) * 30
+    assert torch.equal(into.cpu(), content(hashes))
+    counters = agent.snapshot().counters
+    assert counters.direct_loaded_bytes == counters.loaded_bytes > 0
+    assert counters.direct_offloaded_bytes == (0 if is_read_only else counters.offloaded_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 
 from gpu_agent import AgentConfig, GpuAgent
@@ -14,9 +15,17 @@ from tests.agent.fakes import BLOCK_BYTES, NAMESPACE, chain, content
 from tests.conftest import DaemonProcess
 
 SLOT_COUNT = 10
-IMPATIENT = ClientConfig(
-    attach_timeout_s=1.0, control_timeout_s=1.0, data_timeout_base_s=1.0, breaker_cooldown_initial_s=0.05
-)
+IMPATIENT = {
+    transport: ClientConfig(
+        attach_timeout_s=1.0,
+        control_timeout_s=1.0,
+        data_timeout_base_s=1.0,
+        breaker_cooldown_initial_s=0.05,
+        transport=transport,
+    )
+    for transport in ("auto", "grpc")
+}
+each_transport = pytest.mark.parametrize("transport", list(IMPATIENT))
 CONFIG = AgentConfig(
     vram_capacity_bytes=SLOT_COUNT * BLOCK_BYTES,
     room_wait_s=3.0,
@@ -26,10 +35,11 @@ CONFIG = AgentConfig(
 )
 
 
-def test_three_times_the_pool_goes_through_a_real_daemon_bit_for_bit(daemon: DaemonProcess) -> None:
+@each_transport
+def test_three_times_the_pool_goes_through_a_real_daemon_bit_for_bit(daemon: DaemonProcess, transport: str) -> None:
     hashes = chain(30)
     with (
-        Client(daemon.unix_address, config=IMPATIENT) as client,
+        Client(daemon.unix_address, config=IMPATIENT[transport]) as client,
         GpuAgent(NAMESPACE, client, config=CONFIG) as agent,
     ):
         assert agent.store(hashes, content(hashes)) == (True,) * 30
@@ -39,14 +49,25 @@ def test_three_times_the_pool_goes_through_a_real_daemon_bit_for_bit(daemon: Dae
             assert agent.status().used_bytes <= SLOT_COUNT * BLOCK_BYTES
         assert agent.status().lost_count == 0
         assert agent.status().peak_bytes <= CONFIG.vram_capacity_bytes
-        offloaded = agent.snapshot().counters.offloaded_bytes
-        assert offloaded <= 30 * BLOCK_BYTES, "blocks that the daemon still has moved again"
+        counters = agent.snapshot().counters
+        assert counters.offloaded_bytes <= 30 * BLOCK_BYTES, "blocks that the daemon still has moved again"
+        assert (counters.direct_loaded_bytes > 0) == (transport == "auto")
+        others = chain(30, seed=1)
+        agent.store(others, content(others))
+        agent.step(CONFIG.cooldown_steps + 1)
+        assert _load_right_or_miss(agent, others) == [BlockState.HIT] * 30
+        assert (agent.snapshot().counters.direct_offloaded_bytes > 0) == (transport == "auto")
+        assert client.stats().reservation_count == 0
 
 
-def test_an_agent_outlives_its_daemon_and_uses_the_next_one(daemon: DaemonProcess) -> None:
+@each_transport
+def test_an_agent_outlives_its_daemon_and_uses_the_next_one(daemon: DaemonProcess, transport: str) -> None:
     """Kill -9 and a restart in under a second: the restarted daemon is empty, and nothing it lost is served."""
     first, second = chain(20, seed=1), chain(20, seed=2)
-    with Client(daemon.address, config=IMPATIENT) as client, GpuAgent(NAMESPACE, client, config=CONFIG) as agent:
+    with (
+        Client(daemon.address, config=IMPATIENT[transport]) as client,
+        GpuAgent(NAMESPACE, client, config=CONFIG) as agent,
+    ):
         agent.store(first, content(first))
         daemon.kill()
         states = _load_right_or_miss(agent, first)
@@ -60,9 +81,13 @@ def test_an_agent_outlives_its_daemon_and_uses_the_next_one(daemon: DaemonProces
         assert agent.failure is None
 
 
-def test_a_paused_daemon_neither_hangs_the_engine_nor_spoils_a_block(daemon: DaemonProcess) -> None:
+@each_transport
+def test_a_paused_daemon_neither_hangs_the_engine_nor_spoils_a_block(daemon: DaemonProcess, transport: str) -> None:
     first, second = chain(20, seed=1), chain(20, seed=2)
-    with Client(daemon.address, config=IMPATIENT) as client, GpuAgent(NAMESPACE, client, config=CONFIG) as agent:
+    with (
+        Client(daemon.address, config=IMPATIENT[transport]) as client,
+        GpuAgent(NAMESPACE, client, config=CONFIG) as agent,
+    ):
         agent.store(first, content(first))
         daemon.pause()
         assert agent.store(second, content(second)) == (True,) * 20

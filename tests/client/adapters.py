@@ -10,7 +10,17 @@ from kvstore.errors import KvstoreError
 from kvstore.keys import BlockHash
 from kvstore.messages import BlockState, StoreInfo, StoreStats
 from kvstore.namespace import Namespace
-from kvstore_client import AsyncClient, AsyncLease, Client, ClientConfig, GetResult, LookupResult, PutResult
+from kvstore_client import (
+    AsyncClient,
+    AsyncLease,
+    AsyncViews,
+    BlockView,
+    Client,
+    ClientConfig,
+    GetResult,
+    LookupResult,
+    PutResult,
+)
 
 
 class AnyLease(Protocol):
@@ -22,6 +32,29 @@ class AnyLease(Protocol):
 
     @property
     def error(self) -> KvstoreError | None: ...
+
+    def renew(self, *, lease_s: float | None = None) -> bool: ...
+
+    def release(self) -> None: ...
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *error: Any) -> None: ...
+
+
+class AnyViews(Protocol):
+    @property
+    def states(self) -> tuple[BlockState, ...]: ...
+
+    @property
+    def matched_count(self) -> int: ...
+
+    @property
+    def error(self) -> KvstoreError | None: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> BlockView | None: ...
 
     def renew(self, *, lease_s: float | None = None) -> bool: ...
 
@@ -46,6 +79,8 @@ class AnyClient(Protocol):
     ) -> AnyLease: ...
 
     def get(self, namespace: Namespace, hashes: Sequence[BlockHash], into: Any) -> GetResult: ...
+
+    def view(self, namespace: Namespace, hashes: Sequence[BlockHash], *, lease_s: float | None = None) -> AnyViews: ...
 
     def put(
         self, namespace: Namespace, hashes: Sequence[BlockHash], blocks: Any, *, parent_hash: BlockHash | None = None
@@ -84,6 +119,12 @@ class BlockingAsyncClient:
         self, namespace: Namespace, hashes: Sequence[BlockHash], blocks: Any, *, parent_hash: BlockHash | None = None
     ) -> PutResult:
         return self._runner.run(self._client.put(namespace, hashes, blocks, parent_hash=parent_hash))
+
+    def view(
+        self, namespace: Namespace, hashes: Sequence[BlockHash], *, lease_s: float | None = None
+    ) -> _BlockingViews:
+        views = self._runner.run(self._client.view(namespace, hashes, lease_s=lease_s))
+        return _BlockingViews(views, runner=self._runner)
 
     def close(self) -> None:
         """Keeps the loop: a client may still be called after it was closed."""
@@ -124,12 +165,49 @@ class _BlockingLease:
         self._runner.run(_exit(self._lease))
 
 
-async def _enter(lease: AsyncLease) -> None:
-    await lease.__aenter__()
+class _BlockingViews:
+    def __init__(self, views: AsyncViews, *, runner: asyncio.Runner) -> None:
+        self._views = views
+        self._runner = runner
+
+    @property
+    def states(self) -> tuple[BlockState, ...]:
+        return self._views.states
+
+    @property
+    def matched_count(self) -> int:
+        return self._views.matched_count
+
+    @property
+    def error(self) -> KvstoreError | None:
+        return self._views.error
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def __getitem__(self, index: int) -> BlockView | None:
+        return self._views[index]
+
+    def renew(self, *, lease_s: float | None = None) -> bool:
+        return self._runner.run(self._views.renew(lease_s=lease_s))
+
+    def release(self) -> None:
+        self._runner.run(self._views.release())
+
+    def __enter__(self) -> _BlockingViews:
+        self._runner.run(_enter(self._views))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._runner.run(_exit(self._views))
 
 
-async def _exit(lease: AsyncLease) -> None:
-    await lease.__aexit__(None, None, None)
+async def _enter(held: AsyncLease | AsyncViews) -> None:
+    await held.__aenter__()
+
+
+async def _exit(held: AsyncLease | AsyncViews) -> None:
+    await held.__aexit__(None, None, None)
 
 
 CLIENTS: dict[str, Callable[..., AnyClient]] = {"Client": Client, "AsyncClient": BlockingAsyncClient}

@@ -136,7 +136,7 @@ class FakeDaemon:
                 response = getattr(self, f"_{method.name}")(request)
             except KvstoreError as error:
                 _abort(context, error)
-            return method.encode_response(self.rewrites.get(method.name, _same)(response))
+            return method.encode_response(self.rewrites.get(method.name, same)(response))
 
         return handle
 
@@ -145,7 +145,7 @@ class FakeDaemon:
             self._arrive(method, context)
             try:
                 frames = list(self._ReadBlocks(method.decode_request(data)))
-                for frame in self.rewrites.get(method.name, _same)(frames):
+                for frame in self.rewrites.get(method.name, same)(frames):
                     yield frame if isinstance(frame, bytes) else method.encode_response(frame)
             except KvstoreError as error:
                 _abort(context, error)
@@ -153,6 +153,13 @@ class FakeDaemon:
         return handle
 
     def _arrive(self, method: Method[Any, Any], context: grpc.ServicerContext) -> None:
+        try:
+            self.note_arrival(method)
+        except KvstoreError as error:
+            _abort(context, error)
+
+    def note_arrival(self, method: Method[Any, Any]) -> None:
+        """Counts a call, keeps it while its RPC hangs, and raises what it is to end with."""
         with self._arrival:
             self.calls.append(method.name)
             self._arrival.notify_all()
@@ -160,7 +167,7 @@ class FakeDaemon:
         if gate is not None:
             gate.wait(30)
         if self._failures[method.name]:
-            _abort(context, self._failures[method.name].popleft())
+            raise self._failures[method.name].popleft()
 
     # --- the store, as simply as it can be
 
@@ -323,7 +330,7 @@ def _leading_hits(states: list[BlockState]) -> int:
     return len(list(itertools.takewhile(lambda state: state is BlockState.HIT, states)))
 
 
-def _same(response: Any) -> Any:
+def same(response: Any) -> Any:
     return response
 
 

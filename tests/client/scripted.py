@@ -1,12 +1,14 @@
-"""Runs a flow by hand: no sockets, no threads, outcomes from a list."""
+"""Runs a flow by hand: no sockets, no threads, outcomes from a list. Choosing a path and checksums are answered."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
+from kvstore.envelope import checksum
 from kvstore.errors import KvstoreError
-from kvstore_client.flows.steps import Flow
+from kvstore.messages import TransferPath
+from kvstore_client.flows.steps import Checksum, ChoosePath, Flow, Route
 
 _Result = TypeVar("_Result")
 
@@ -14,13 +16,25 @@ Outcome: TypeAlias = object | KvstoreError | Callable[[Any], object]
 """A response; an error to throw; or a function of the step that acts and returns either."""
 
 
-def run(flow: Flow[_Result], *outcomes: Outcome) -> tuple[_Result, list[Any]]:
-    """The flow's result and the steps it took; every outcome must be used, and no more be asked for."""
+STREAM = Route(path=TransferPath.STREAM)
+
+
+def run(flow: Flow[_Result], *outcomes: Outcome, route: Route = STREAM) -> tuple[_Result, list[Any]]:
+    """The flow's result and the steps it took; every outcome must be used, and no more be asked for.
+
+    Choosing a path always gives `route`; it is no step here, nor is taking checksums.
+    """
     steps: list[Any] = []
     left = list(outcomes)
     try:
         step = next(flow)
         while True:
+            if isinstance(step, ChoosePath):
+                step = flow.send(route)
+                continue
+            if isinstance(step, Checksum):
+                step = flow.send([checksum(block) for block in step.blocks])
+                continue
             steps.append(step)
             assert left, f"one step more than expected: {step}"
             outcome = left.pop(0)
@@ -34,4 +48,5 @@ def run(flow: Flow[_Result], *outcomes: Outcome) -> tuple[_Result, list[Any]]:
 
 
 def names(steps: list[Any]) -> list[str]:
-    return [step.method.name for step in steps]
+    """RPCs by their own names, other steps by what they are."""
+    return [step.method.name if hasattr(step, "method") else type(step).__name__ for step in steps]

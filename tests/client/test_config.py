@@ -14,7 +14,7 @@ def test_defaults_need_nothing_and_bound_what_a_hang_can_cost() -> None:
     assert config.reservation_s > 2 * config.data_timeout_s(config.batch_bytes_max)
 
 
-@pytest.mark.parametrize("name", list(ClientConfig.__dataclass_fields__))
+@pytest.mark.parametrize("name", sorted(set(ClientConfig.__dataclass_fields__) - {"transport"}))
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
 def test_nothing_may_be_zero_negative_or_endless(name: str, value: float) -> None:
     with refuses(name):
@@ -30,3 +30,8 @@ def test_limits_of_the_contract_hold(name: str, value: float) -> None:
 def test_a_cooldown_cannot_shrink() -> None:
     with refuses("breaker_cooldown_max_s"):
         ClientConfig(breaker_cooldown_initial_s=2.0, breaker_cooldown_max_s=1.0)
+
+
+def test_only_known_transports_are_taken() -> None:
+    with refuses("transport"):
+        ClientConfig(transport="rdma")

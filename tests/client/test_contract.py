@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,21 @@ from tests.client.adapters import AnyClient
 from tests.client.builders import FAST, chain, namespace, payloads, refuses
 from tests.client.conftest import Connect
 from tests.client.fake_daemon import FakeDaemon
+from tests.client.fake_slab import FakeSlabDaemon
 
 HIT, MISS, PENDING = BlockState.HIT, BlockState.MISS, BlockState.PENDING
+
+
+@dataclass(frozen=True)
+class Where:
+    """A daemon, and how its clients reach its blocks."""
+
+    address: str
+    transport: str
+
+    @property
+    def config(self) -> ClientConfig:
+        return replace(FAST, transport=self.transport)
 
 
 @pytest.fixture(scope="module")
@@ -29,19 +43,20 @@ def real_address(start_daemon: Callable[..., Any]) -> str:
     return str(start_daemon().address)
 
 
-@pytest.fixture(params=["fake", "real"])
-def address(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "real":
-        yield request.getfixturevalue("real_address")
+@pytest.fixture(params=["fake grpc", "fake slab", "real grpc", "real slab", "real bulk"])
+def where(request: pytest.FixtureRequest) -> Iterator[Where]:
+    kind, transport = request.param.split()
+    if kind == "real":
+        yield Where(request.getfixturevalue("real_address"), transport)
         return
-    daemon = FakeDaemon()
-    yield daemon.address
+    daemon = FakeSlabDaemon() if transport == "slab" else FakeDaemon()
+    yield Where(daemon.address, transport)
     daemon.close()
 
 
 @pytest.fixture
-def client(connect: Connect, address: str) -> AnyClient:
-    return connect(address)
+def client(connect: Connect, where: Where) -> AnyClient:
+    return connect(where.address, config=where.config)
 
 
 def test_the_daemon_says_who_it_is(client: AnyClient) -> None:
@@ -155,8 +170,8 @@ def test_blocks_are_loaded_into_any_kind_of_memory(client: AnyClient) -> None:
     assert first.numpy().tobytes() + bytes(second) == data
 
 
-def test_large_puts_and_gets_go_in_batches(connect: Connect, address: str) -> None:
-    client = connect(address, config=ClientConfig(batch_bytes_max=1000, batch_count_max=3))
+def test_large_puts_and_gets_go_in_batches(connect: Connect, where: Where) -> None:
+    client = connect(where.address, config=replace(where.config, batch_bytes_max=1000, batch_count_max=3))
     space, hashes = namespace(), chain(10)
     data = b"".join(payloads(space, 10))
     assert client.put(space, hashes, data).states == (PutState.STORED,) * 10
@@ -238,9 +253,11 @@ def test_wrong_input_is_refused_by_name_before_anything_is_sent(client: AnyClien
     assert client.lookup(space, hashes).error is None  # and the client still works
 
 
-def test_a_pending_block_can_be_waited_for(connect: Connect, real_address: str) -> None:
-    """Only the real daemon waits."""
-    client, writer = connect(real_address), connect(real_address)
+@pytest.mark.parametrize("transport", ["grpc", "slab"])
+def test_a_pending_block_can_be_waited_for(connect: Connect, real_address: str, transport: str) -> None:
+    """Only the real daemon waits. Its writer is slow enough to be seen over a stream only."""
+    client = connect(real_address, config=replace(FAST, transport=transport))
+    writer = connect(real_address, config=replace(FAST, transport="grpc"))
     space, hashes = namespace(payload_bytes=3 << 20), chain(1)
     blocks = payloads(space, 1)
     assert client.lookup(space, hashes).states == (MISS,)
@@ -264,10 +281,11 @@ def test_a_closed_client_misses_at_once(client: AnyClient) -> None:
     assert "closed" in str(found.error)
 
 
-def test_many_threads_share_one_client(real_address: str) -> None:
+@pytest.mark.parametrize("transport", ["grpc", "slab", "bulk"])
+def test_many_threads_share_one_client(real_address: str, transport: str) -> None:
     space = namespace(payload_bytes=4096)
     wrong: list[str] = []
-    with Client(real_address, config=FAST) as client:
+    with Client(real_address, config=replace(FAST, transport=transport)) as client:
 
         def work(seed: int) -> None:
             for turn in range(10):
@@ -287,8 +305,9 @@ def test_many_threads_share_one_client(real_address: str) -> None:
     assert wrong == []
 
 
-def test_an_async_client_serves_many_tasks_and_more_than_one_loop(real_address: str) -> None:
-    space, client = namespace(), AsyncClient(real_address, config=FAST)
+@pytest.mark.parametrize("transport", ["grpc", "slab", "bulk"])
+def test_an_async_client_serves_many_tasks_and_more_than_one_loop(real_address: str, transport: str) -> None:
+    space, client = namespace(), AsyncClient(real_address, config=replace(FAST, transport=transport))
 
     async def round_trip(seed: int) -> bool:
         hashes, blocks = chain(2, seed=seed), payloads(space, 2, seed=seed)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def test_a_stopped_daemon_costs_one_deadline_and_comes_back_by_itself(
 
 
 def test_a_daemon_stopped_in_mid_stream_ends_by_the_deadline(connect: Connect, daemon: Any) -> None:
-    config = ClientConfig(data_timeout_base_s=0.5, data_rate_min_bytes_per_s=64 << 20)
+    config = ClientConfig(transport="grpc", data_timeout_base_s=0.5, data_rate_min_bytes_per_s=64 << 20)
     client = connect(daemon.address, config=config)
     space, hashes = namespace(payload_bytes=2 << 20), chain(12)
     blocks = payloads(space, 12)
@@ -82,8 +83,11 @@ def test_a_daemon_stopped_in_mid_stream_ends_by_the_deadline(connect: Connect, d
     assert client.get(space, hashes, memory).matched_count == len(blocks)
 
 
-def test_a_daemon_killed_in_mid_stream_leaves_verified_hits_and_misses(connect: Connect, daemon: Any) -> None:
-    client = connect(daemon.address)
+@pytest.mark.parametrize("transport", ["grpc", "slab", "bulk"])
+def test_a_daemon_killed_in_mid_transfer_leaves_verified_hits_and_misses(
+    connect: Connect, daemon: Any, transport: str
+) -> None:
+    client = connect(daemon.address, config=replace(FAST, transport=transport))
     space, hashes = namespace(payload_bytes=2 << 20), chain(12)
     blocks = payloads(space, 12)
     assert client.put(space, hashes, blocks).stored_count == 12
@@ -99,8 +103,11 @@ def test_a_daemon_killed_in_mid_stream_leaves_verified_hits_and_misses(connect: 
     assert isinstance(client.get(space, hashes, memory).error, UnavailableError)
 
 
-def test_a_daemon_killed_during_a_put_stored_nothing_it_did_not_say(connect: Connect, daemon: Any) -> None:
-    client = connect(daemon.address)
+@pytest.mark.parametrize("transport", ["grpc", "slab", "bulk"])
+def test_a_daemon_killed_during_a_put_stored_nothing_it_did_not_say(
+    connect: Connect, daemon: Any, transport: str
+) -> None:
+    client = connect(daemon.address, config=replace(FAST, transport=transport))
     space, hashes = namespace(payload_bytes=2 << 20), chain(12)
     blocks = payloads(space, 12)
     killer = threading.Timer(0.03, daemon.kill)

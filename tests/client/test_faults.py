@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +27,6 @@ from kvstore.keys import BlockHash
 from kvstore.messages import BlockState
 from kvstore.namespace import Namespace
 from kvstore_client import AsyncClient, Client, ClientConfig, PutState
-from kvstore_client.flows import store
 from tests.client.adapters import AnyClient
 from tests.client.builders import FAST, chain, enveloped, namespace, payloads
 from tests.client.conftest import Connect
@@ -439,19 +439,21 @@ async def test_a_cancelled_put_at_a_daemon_that_hangs_holds_nobody_up(fake: Fake
     fake.resume("AbortReservations")
 
 
-async def test_an_async_put_takes_the_checksums_of_large_blocks_off_the_event_loop(
-    fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads: list[int] = []
-    checksum_blocks = store.checksum_blocks
+class CountingExecutor(ThreadPoolExecutor):
+    submitted_count = 0
 
-    def watch(blocks: Sequence[memoryview]) -> list[int]:
-        threads.append(threading.get_ident())
-        return checksum_blocks(blocks)
+    def submit(self, *arguments: Any, **named: Any) -> Any:
+        self.submitted_count += 1
+        return super().submit(*arguments, **named)
 
-    monkeypatch.setattr(store, "checksum_blocks", watch)
+
+async def test_an_async_put_takes_the_checksums_of_large_blocks_off_the_event_loop(fake: FakeDaemon) -> None:
+    executor = CountingExecutor()
+    asyncio.get_running_loop().set_default_executor(executor)
+    submitted_counts = []
     async with AsyncClient(fake.address, config=FAST) as client:
         for payload_bytes in (256, 4 << 20):
             space = namespace(payload_bytes=payload_bytes)
             assert (await client.put(space, chain(1), bytes(payload_bytes))).stored_count == 1
-    assert [thread == threading.get_ident() for thread in threads] == [True, False]
+            submitted_counts.append(executor.submitted_count)
+    assert submitted_counts == [0, 1]

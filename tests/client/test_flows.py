@@ -130,7 +130,6 @@ def put_flow(shared: Scope, block_count: int, *, memory: bytearray | None = None
         namespace=SPACE,
         hashes=chain(block_count),
         blocks=blocks,
-        checksums=store.checksum_blocks(blocks),
         parent_hash=None,
         owner_id=OWNER,
     )
@@ -290,7 +289,7 @@ def test_a_release_that_fails_is_nobodys_problem() -> None:
 def get_flow(shared: Scope, into: bytearray) -> Any:
     view = memoryview(into)
     targets = [view[start : start + 256] for start in range(0, len(into), 256)]
-    return load.get(shared, namespace=SPACE, hashes=chain(len(targets)), targets=targets)
+    return load.get(shared, namespace=SPACE, hashes=chain(len(targets)), targets=targets, owner_id=OWNER)
 
 
 def test_a_broken_stream_keeps_the_blocks_that_came_whole() -> None:
@@ -389,7 +388,9 @@ def test_with_nothing_reserved_nothing_is_sent() -> None:
     assert names(steps) == ["ReserveBlocks"]
 
 
-@pytest.mark.parametrize("state", [ReserveState.FULL, ReserveState.DRAINING, ReserveState.ORPHAN])
+@pytest.mark.parametrize(
+    "state", [ReserveState.FULL, ReserveState.DRAINING, ReserveState.OVERLOADED, ReserveState.ORPHAN]
+)
 def test_a_put_stops_where_its_chain_ends(state: ReserveState) -> None:
     result, steps = run(put_flow(scope(batch_count_max=2), 6), reserved(RESERVED, state), WRITTEN, committed(DONE))
     assert names(steps) == ["ReserveBlocks", "WriteBlocks", "CommitBlocks"]
@@ -447,7 +448,6 @@ def test_a_block_without_a_v_plane_says_so_in_its_envelope() -> None:
         namespace=space,
         hashes=chain(1),
         blocks=blocks,
-        checksums=store.checksum_blocks(blocks),
         parent_hash=None,
         owner_id=OWNER,
     )

@@ -110,6 +110,40 @@ def encode_frame(message: str, fields: dict[str, Any]) -> bytes:
     return out + (b"\x7a" + varint(len(data)) + data if data else b"")
 
 
+def encode_slab(kind: str, fields: dict[str, Any]) -> bytes:
+    """Slots and the slab socket; the plural name of a structure is that of its golden vectors."""
+    value = {name: bytes.fromhex(field) if isinstance(field, str) else field for name, field in fields.items()}
+    if kind == "slot_headers":
+        sequence = value["generation"] * 2 + value["is_readable"]
+        verified = 2**64 - 1 - sequence if value["is_verified"] else 0
+        return struct.pack("<QQ", sequence, verified) + bytes(48)
+    if kind == "slot_records":
+        return struct.pack("<QQQ", value["place"], value["generation"], value["size_bytes"])
+    if kind == "hellos":
+        return b"KVSH" + struct.pack("<HBB", 1, value["kind"], value["access"]) + value["session_id"] + bytes(8)
+    if kind == "welcomes":
+        head = b"KVSH" + struct.pack("<HHII", 1, value["refusal_bytes"], value["arena_count"], 0)
+        return head + struct.pack("<Q", value["arena_bytes"]) + value["epoch"] + bytes([value["access"]]) + bytes(7)
+    if kind == "arena_requests":
+        return b"KVSA" + struct.pack("<I", value["index"])
+    if kind == "arena_replies":
+        head = b"KVSA" + struct.pack("<III", value["index"], value["is_granted"], value["incarnation"])
+        return head + struct.pack("<QQ", value["size_bytes"], value["page_bytes"])
+    assert kind == "call_headers"
+    return struct.pack("<IHHQ", value["body_bytes"], value["code"], value["is_one_way"], value["call_number"])
+
+
+def encode_bulk(kind: str, value: dict[str, Any]) -> bytes:
+    if kind == "requests":
+        head = b"KVBK" + struct.pack("<HH", 1, value["direction"]) + bytes.fromhex(value["ticket"])
+        return head + struct.pack("<IIQ", value["block_count"], 0, value["following_bytes"])
+    if kind == "replies":
+        head = b"KVBK" + struct.pack("<HH", 1, value["status"])
+        return head + struct.pack("<IIQ", value["block_count"], 0, value["following_bytes"])
+    assert kind == "block_headers"
+    return struct.pack("<IIQ", value["position"], 0, value["size_bytes"])
+
+
 def describe_layout(layout: dict[str, Any]) -> dict[str, Any]:
     element = DTYPE_BYTES[layout["dtype"]]
     planes = []
@@ -168,7 +202,30 @@ def test_layouts(vector: dict[str, Any]) -> None:
     assert describe_layout(vector["layout"]) == vector
 
 
-@pytest.mark.parametrize("name", ["envelope", "frames", "keys", "layout"])
+SLAB_KINDS = (
+    "slot_headers",
+    "slot_records",
+    "hellos",
+    "welcomes",
+    "arena_requests",
+    "arena_replies",
+    "call_headers",
+)
+
+
+@pytest.mark.parametrize("kind", SLAB_KINDS)
+def test_slab(kind: str) -> None:
+    for vector in vectors("slab", kind):
+        assert encode_slab(kind, vector["fields"]).hex() == vector["encoded"]
+
+
+@pytest.mark.parametrize("kind", ["requests", "replies", "block_headers"])
+def test_bulk(kind: str) -> None:
+    for vector in vectors("bulk", kind):
+        assert encode_bulk(kind, vector["fields"]).hex() == vector["encoded"]
+
+
+@pytest.mark.parametrize("name", ["bulk", "envelope", "frames", "keys", "layout", "slab"])
 def test_each_page_shows_exactly_its_golden_vectors(name: str) -> None:
     page = (FORMATS / f"{name}.md").read_text(encoding="utf-8")
     shown = re.findall(r"^```json\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)

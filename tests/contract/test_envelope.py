@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.envelope import ENVELOPE_BYTES, Codec, Envelope, checksum, verify_block
+from kvstore.envelope import ENVELOPE_BYTES, Codec, Envelope, PayloadChecksum, checksum, verify_block
 from kvstore.errors import CorruptBlockError
 from kvstore.keys import BlockHash, NamespaceId
 from tests.contract.strategies import hashes, namespace_ids, u32, u64
@@ -149,3 +150,20 @@ def test_what_this_version_does_not_know_is_refused_even_under_a_right_checksum(
 
 def test_a_verified_block_may_be_empty() -> None:
     assert bytes(verify(enveloped(b""), payload_bytes=0)) == b""
+
+
+@given(st.lists(st.integers(0, len(enveloped())), max_size=6).map(sorted))
+def test_a_checksum_taken_piece_by_piece_is_that_of_the_whole_payload(cuts: list[int]) -> None:
+    block = enveloped()
+    taken = PayloadChecksum()
+    for start, end in itertools.pairwise([0, *cuts, len(block)]):
+        taken.update(memoryview(block)[start:end])
+    assert taken.block_bytes == len(block)
+    assert taken.value == checksum(PAYLOAD)
+
+
+def test_a_known_checksum_is_compared_like_one_that_is_taken_now() -> None:
+    key = {"namespace_id": NAMESPACE, "block_hash": BLOCK, "payload_bytes": len(PAYLOAD)}
+    assert verify_block(enveloped(), payload_checksum=checksum(PAYLOAD), **key) == PAYLOAD  # type: ignore[arg-type]
+    with pytest.raises(CorruptBlockError, match="checksum"):
+        verify_block(enveloped(), payload_checksum=checksum(PAYLOAD) ^ 1, **key)  # type: ignore[arg-type]

@@ -6,11 +6,23 @@ from typing import Any
 
 import pytest
 
-from kvstore import frames
+from kvstore import frames, slab
 from kvstore.envelope import Codec, Envelope, verify_block
 from kvstore.keys import BlockHash, NamespaceId, block_hash_from_engine, chain_root, hash_blocks
 from kvstore.layout import BlockLayout, LayoutOrder
+from kvstore.messages import Epoch, OwnerId
 from kvstore.namespace import Namespace, Shard
+from kvstore.slab import (
+    Access,
+    ArenaReply,
+    CallHeader,
+    ConnectionKind,
+    Generation,
+    Hello,
+    SlotRecord,
+    SlotState,
+    Welcome,
+)
 from tests.contract.test_documented_formats import vectors
 
 DECODERS = {
@@ -78,6 +90,56 @@ def test_frames(vector: dict[str, Any]) -> None:
         assert (value or b"" if isinstance(expected, str) else value) == (
             bytes.fromhex(expected) if isinstance(expected, str) else expected
         )
+
+
+@pytest.mark.parametrize("vector", vectors("slab", "slot_headers"))
+def test_slot_headers(vector: dict[str, Any]) -> None:
+    given, encoded = vector["fields"], bytes.fromhex(vector["encoded"])
+    generation = Generation(given["generation"])
+    states = {(True, True): SlotState.VERIFIED, (True, False): SlotState.READABLE}
+    assert slab.slot_state(encoded, generation) is states.get(
+        (given["is_readable"], given["is_verified"]), SlotState.GONE
+    )
+    assert (
+        slab.encode_slot_header(generation, is_readable=given["is_readable"], is_verified=given["is_verified"])
+        == encoded
+    )
+
+
+def test_slot_records() -> None:
+    expected = vectors("slab", "slot_records")
+    records = [SlotRecord(**vector["fields"]) for vector in expected]
+    packed = b"".join(bytes.fromhex(vector["encoded"]) for vector in expected)
+    assert slab.encode_slot_records(records) == packed
+    assert slab.decode_slot_records(packed) == records
+
+
+def test_slab_socket_messages() -> None:
+    def given(kind: str) -> list[tuple[dict[str, Any], bytes]]:
+        return [(vector["fields"], bytes.fromhex(vector["encoded"])) for vector in vectors("slab", kind)]
+
+    for fields, encoded in given("hellos"):
+        hello = Hello(
+            kind=ConnectionKind(fields["kind"]),
+            access=Access(fields["access"]),
+            session_id=OwnerId(bytes.fromhex(fields["session_id"])),
+        )
+        assert hello.encode() == encoded
+        assert Hello.decode(encoded) == hello
+    for fields, encoded in given("welcomes"):
+        access, epoch = Access(fields["access"]), Epoch(bytes.fromhex(fields["epoch"]))
+        welcome = Welcome(**{**fields, "access": access, "epoch": epoch})
+        assert welcome.encode() == encoded
+        assert Welcome.decode(encoded) == welcome
+    for fields, encoded in given("arena_requests"):
+        assert slab.encode_arena_request(fields["index"]) == encoded
+        assert slab.decode_arena_request(encoded) == fields["index"]
+    for fields, encoded in given("arena_replies"):
+        assert ArenaReply(**fields).encode() == encoded
+        assert ArenaReply.decode(encoded) == ArenaReply(**fields)
+    for fields, encoded in given("call_headers"):
+        assert CallHeader(**fields).encode() == encoded
+        assert CallHeader.decode(encoded) == CallHeader(**fields)
 
 
 @pytest.mark.parametrize("vector", vectors("layout", "layouts"))

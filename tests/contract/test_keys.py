@@ -160,6 +160,12 @@ def test_packed_hashes_come_apart_as_they_were(blocks: list[BlockHash]) -> None:
     assert split_hashes(pack_hashes(blocks)) == blocks
 
 
+@pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 512, 1000])
+def test_any_number_of_packed_hashes_comes_apart(count: int) -> None:
+    blocks = [BlockHash(number.to_bytes(32, "big")) for number in range(count)]
+    assert split_hashes(pack_hashes(blocks)) == blocks
+
+
 @given(st.binary(max_size=100).filter(lambda data: len(data) % 32 != 0))
 def test_packed_hashes_of_a_broken_length_are_refused(packed: bytes) -> None:
     with pytest.raises(InvalidArgumentError, match="block_hashes"):

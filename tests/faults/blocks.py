@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.envelope import Codec, Envelope, checksum
 from kvstore.keys import BlockHash, hash_blocks
 from kvstore.namespace import NONE, Namespace
 
@@ -50,3 +51,21 @@ def right_bytes(space: Namespace, block_hash: BlockHash) -> npt.NDArray[np.uint8
     words *= np.uint64(0x9E3779B97F4A7C15)
     words ^= np.frombuffer(block_hash[:8], dtype=np.uint64)
     return words.view(np.uint8)
+
+
+def enveloped(space: Namespace, block_hash: BlockHash) -> bytes:
+    """The right bytes as they lie in a slot, behind its header."""
+    payload = right_bytes(space, block_hash).tobytes()
+    k_bytes, v_bytes = (plane.size_bytes for plane in space.block_layout.planes)
+    envelope = Envelope(
+        namespace_id=space.id,
+        block_hash=block_hash,
+        k_codec=Codec.EXACT,
+        v_codec=Codec.EXACT,
+        tokens=space.tokens_per_block,
+        k_bytes=k_bytes,
+        v_bytes=v_bytes,
+        decoded_bytes=space.block_layout.payload_bytes,
+        payload_checksum=checksum(payload),
+    )
+    return envelope.encode() + payload

@@ -12,8 +12,13 @@ from kvstore.frames import WriteFrame, cut
 from kvstore.keys import BlockHash, pack_hashes
 from kvstore.messages import OwnerId, ReservationId
 from kvstore.namespace import Namespace
-from kvstore_server.core.space import SlabId, SlabSpace
-from kvstore_server.core.store import StoreCore
+from kvstore.slab import Generation, SlotState
+from kvstore_server.core.in_flight import InFlight
+from kvstore_server.core.space import Place, SlabId, SlabSpace
+from kvstore_server.core.store import SlotHeaders, StoreCore
+from kvstore_server.core.tenants import DEFAULT_TENANT, Tenant, scoped
+from kvstore_server.shm.arenas import Arenas
+from kvstore_server.shm.memory import MemorySource, PageKind
 
 ALICE = OwnerId(b"a" * 16)
 BOB = OwnerId(b"b" * 16)
@@ -46,6 +51,24 @@ LARGE = dataclasses.replace(SMALL, model="large", head_dim=128, v_head_dim=128, 
 
 HUGE = dataclasses.replace(SMALL, model="huge", head_dim=512, v_head_dim=512, num_layers=24, num_kv_heads=4)
 """Blocks of 3 MiB: two frames each."""
+
+
+class FakeHeaders:
+    """The headers of slots as a table; absent: empty."""
+
+    def __init__(self) -> None:
+        self.slots: dict[Place, tuple[Generation, SlotState]] = {}
+
+    def begin_slot(self, place: Place, generation: Generation) -> None:
+        assert place not in self.slots, f"{place} is reused without having been cleared"
+        self.slots[place] = generation, SlotState.GONE
+
+    def publish_slot(self, place: Place, generation: Generation, *, is_verified: bool) -> None:
+        assert self.slots[place] == (generation, SlotState.GONE), f"{place} becomes readable as another's"
+        self.slots[place] = generation, SlotState.VERIFIED if is_verified else SlotState.READABLE
+
+    def clear_slot(self, place: Place) -> None:
+        del self.slots[place]
 
 
 def block_hash(number: int) -> BlockHash:
@@ -119,10 +142,14 @@ def make_core(
     high: float = 1.0,
     low: float = 1.0,
     namespaces: Sequence[Namespace] = (SMALL,),
+    tenant_count: int = 1,
+    headers: SlotHeaders | None = None,
 ) -> StoreCore:
     """A core whose slabs are all in service; 4 slabs of 4 small slots unless told otherwise."""
     core = StoreCore(
-        space=SlabSpace(slab_count=slab_count, slab_bytes=slab_bytes), watermarks=Watermarks(high=high, low=low)
+        space=SlabSpace(slab_count=slab_count, slab_bytes=slab_bytes, tenant_count=tenant_count),
+        watermarks=Watermarks(high=high, low=low),
+        headers=headers or FakeHeaders(),
     )
     for slab in range(slab_count):
         core.space.add_slab(SlabId(slab))
@@ -131,18 +158,40 @@ def make_core(
     return core
 
 
+def make_arenas(*, slab_count: int, slab_bytes: int) -> Arenas:
+    """One arena of memory that every machine has."""
+    return Arenas(
+        sources=[MemorySource(kind=PageKind.PLAIN)],
+        arena_count=1,
+        arena_bytes=slab_count * slab_bytes,
+        slab_bytes=slab_bytes,
+    )
+
+
+def make_in_flight() -> InFlight:
+    return InFlight(bytes_max=64 << 20, bytes_per_client_max=32 << 20)
+
+
 def reserve(
-    core: StoreCore, *numbers: int, namespace: Namespace = SMALL, parent: int | None = None, now_s: float = 0.0
+    core: StoreCore,
+    *numbers: int,
+    namespace: Namespace = SMALL,
+    parent: int | None = None,
+    now_s: float = 0.0,
+    path: m.TransferPath = m.TransferPath.STREAM,
+    tenant: Tenant = DEFAULT_TENANT,
+    owner_id: OwnerId = ALICE,
 ) -> tuple[list[m.ReserveState], list[ReservationId | None]]:
     states, reservations = core.reserve(
-        namespace.id,
+        scoped(tenant, namespace.id),
         hashes(*numbers),
         parent_hash=None if parent is None else block_hash(parent),
-        owner_id=ALICE,
+        owner_id=owner_id,
         now_s=now_s,
         duration_s=30.0,
+        path=path,
     )
-    return [m.ReserveState(state) for state in states], reservations
+    return [m.ReserveState(state) for state in states], [hold and hold.id for hold in reservations]
 
 
 def commit(core: StoreCore, reservation_id: ReservationId | None, *, size_bytes: int = 1152) -> None:
@@ -156,13 +205,21 @@ def commit(core: StoreCore, reservation_id: ReservationId | None, *, size_bytes:
     core.end_commit(hold, state=m.CommitState.COMMITTED)
 
 
-def put(core: StoreCore, *numbers: int, namespace: Namespace = SMALL, parent: int | None = None) -> None:
+def put(
+    core: StoreCore,
+    *numbers: int,
+    namespace: Namespace = SMALL,
+    parent: int | None = None,
+    tenant: Tenant = DEFAULT_TENANT,
+) -> None:
     """Stores a chain of blocks, all of which must find room."""
-    states, reservations = reserve(core, *numbers, namespace=namespace, parent=parent)
+    states, reservations = reserve(core, *numbers, namespace=namespace, parent=parent, tenant=tenant)
     assert set(states) == {m.ReserveState.RESERVED}, states
     for reservation in reservations:
         commit(core, reservation, size_bytes=enveloped_bytes(namespace))
 
 
-def states_of(core: StoreCore, *numbers: int, namespace: Namespace = SMALL) -> list[m.BlockState]:
-    return [m.BlockState(state) for state in core.lookup(namespace.id, hashes(*numbers)).states]
+def states_of(
+    core: StoreCore, *numbers: int, namespace: Namespace = SMALL, tenant: Tenant = DEFAULT_TENANT
+) -> list[m.BlockState]:
+    return [m.BlockState(state) for state in core.lookup(scoped(tenant, namespace.id), hashes(*numbers)).states]

@@ -191,6 +191,26 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ("metrics: {host: 192.168.0.1}", r"metrics\.host is '192\.168\.0\.1'; allowed: a loopback"),
         ("grpc: {stream_timeout_s: 0}", r"grpc\.stream_timeout_s is 0"),
         ("grpc: {copy_threads: 0}", r"grpc\.copy_threads is 0"),
+        ("memory: {pages: small}", r"memory\.pages is 'small'; allowed: 'auto', 'hugetlb', 'huge-tmpfs' or 'plain'"),
+        ("bulk: {host: 0.0.0.0}", r"bulk\.host is '0\.0\.0\.0'; allowed: a loopback"),
+        ("bulk: {transfer_workers: 65}", r"bulk\.transfer_workers is 65; allowed: less than or equal to 64, or 'auto'"),
+        ("bulk: {port: here}", r"bulk\.port is 'here'; allowed: a valid integer, .*, or 'auto'"),
+        (
+            "limits: {in_flight_bytes_max: 32MiB}",
+            "in_flight_bytes_per_client_max 67108864 must not be above in_flight_bytes_max 33554432",
+        ),
+        ("limits: {in_flight_bytes_per_client_max: 1KiB}", "1024 is too small; allowed: at least 1MiB"),
+        ("tenants: [{name: Acme, uids: [1]}]", r"tenants\.0\.name is 'Acme'"),
+        ("tenants: [{name: a, uids: []}]", r"tenants\.0\.uids"),
+        ("tenants: [{name: a, uids: [-1]}]", r"tenants\.0\.uids\.0 is -1"),
+        ("tenants: [{name: a, uids: [1], access: all}]", r"tenants\.0\.access is 'all'; allowed: 'read' or 'write'"),
+        ("tenants: [{name: a, uids: [1]}, {name: b, uids: [1]}]", "tenants: uid 1 is there twice; allowed: each once"),
+        ("tenants: [{name: a, uids: [1]}, {name: a, uids: [2]}]", "tenants: name a is there twice"),
+        ("tenants: [{name: a, uids: [1]}]\nnixl: {enabled: true}", "nixl.enabled is true; allowed with tenants: false"),
+        (
+            "tenants: [{name: a, uids: [1]}]\nmemory: {capacity: 8MiB, slab_size: 8MiB}",
+            r"1 tenants and everybody else share 1 slabs; each needs one: raise memory\.capacity",
+        ),
         ("log: {level: loud}", r"log\.level is 'loud'; allowed: .*'debug'"),
         ("shutdown: {grace_s: -1}", r"shutdown\.grace_s is -1"),
     ],
@@ -208,6 +228,44 @@ def test_loopback_hosts_are_allowed(load: Load, host: str) -> None:
 def test_an_empty_socket_path_means_none(load: Load) -> None:
     assert load(flags={"grpc": {"socket_path": ""}}).grpc.socket_path is None
     assert load(environment={"KVSTORE_GRPC__SOCKET_PATH": ""}).grpc.socket_path is None
+
+
+def test_the_slab_socket_is_beside_the_other_one_unless_told_otherwise(load: Load) -> None:
+    assert load("grpc: {socket_path: /run/x.sock}").slab_socket_path == Path("/run/x.sock.slab")
+    assert load("grpc: {socket_path: ''}").slab_socket_path is None
+    assert load("slab: {socket_path: ''}").slab_socket_path is None
+    assert load("slab: {socket_path: null}").slab_socket_path is None
+    assert load("slab: {socket_path: /run/y}\ngrpc: {socket_path: ''}").slab_socket_path == Path("/run/y")
+    assert load(environment={"KVSTORE_SLAB__SOCKET_PATH": ""}).slab_socket_path is None
+
+
+def test_the_data_port_is_a_free_one_when_the_other_port_is(load: Load) -> None:
+    assert load().bulk_port == 7452
+    assert load("grpc: {port: 0}").bulk_port == 0
+    assert load("grpc: {port: 0}\nbulk: {port: 9}").bulk_port == 9
+    assert load("bulk: {port: 0}").bulk_port == 0
+    assert load(flags={"bulk": {"port": "7500"}}).bulk_port == 7500
+
+
+def test_tenants_come_from_the_file_or_as_json_from_the_environment(load: Load) -> None:
+    from_file = load("tenants:\n- {name: acme, uids: [1000, 1001]}\n- {name: audit, uids: [1002], access: read}\n")
+    assert [(one.name, one.uids, one.access) for one in from_file.tenants] == [
+        ("acme", (1000, 1001), "write"),
+        ("audit", (1002,), "read"),
+    ]
+    in_json = '[{"name": "acme", "uids": [1000, 1001]}, {"name": "audit", "uids": [1002], "access": "read"}]'
+    assert load(environment={"KVSTORE_TENANTS": in_json}).tenants == from_file.tenants
+    assert unknown_environment({"KVSTORE_TENANTS": in_json}) == []
+
+
+def test_tenants_that_are_no_json_are_refused_with_what_they_must_be(load: Load) -> None:
+    with pytest.raises(InvalidArgumentError, match=r'field "tenants".*tenants as JSON'):
+        load(environment={"KVSTORE_TENANTS": "acme"})
+
+
+def test_default_slabs_are_made_of_whole_huge_pages(load: Load) -> None:
+    for capacity in ("64MiB", "100MiB", "1000MiB"):
+        assert load(flags={"memory": {"capacity": capacity}}).memory.slab_bytes % (2 * MIB) == 0
 
 
 @pytest.mark.parametrize("capacity_bytes", [1 * MIB, 3 * MIB + 5, 64 * MIB, 1 << 30])

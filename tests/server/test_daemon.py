@@ -169,6 +169,8 @@ def test_it_says_where_it_is_and_cleans_up_when_it_stops(
         "unix_address": daemon.unix_address,
         "metrics_address": daemon.metrics_address,
         "pid": daemon.pid,
+        "slab_address": f"unix:{daemon.slab_path}",
+        "bulk_address": daemon.bulk_address,
     }
     path = Path(daemon.unix_address.removeprefix("unix:"))
     assert path.stat().st_mode & 0o777 == 0o600
@@ -423,9 +425,9 @@ def test_a_ready_file_that_cannot_be_written_stops_the_start(tmp_path: Path) -> 
             id="sweep",
         ),
         pytest.param(
-            "from kvstore_server.tiers.arena import Arena\n"
+            "from kvstore_server.shm.arenas import Arenas\n"
             "def fail(self, slab): raise RuntimeError('thrown once')\n"
-            "Arena.prefault = fail",
+            "Arenas.prefault = fail",
             id="prefault",
         ),
     ],

@@ -25,7 +25,8 @@ from kvstore.v1 import store_pb2
 from kvstore.wire import Method, Streams
 from kvstore_server.rpc.grpc_server import GrpcServer
 from kvstore_server.rpc.service import StoreService
-from kvstore_server.tiers.arena import Arena
+from kvstore_server.rpc.streams import OpenStreams
+from kvstore_server.rpc.turns import Turns
 from tests.server.builders import (
     ALICE,
     HUGE,
@@ -33,7 +34,9 @@ from tests.server.builders import (
     block_hash,
     enveloped,
     hashes,
+    make_arenas,
     make_core,
+    make_in_flight,
     packed,
     write_frames,
 )
@@ -61,21 +64,26 @@ class Rpc:
     """A served store and a channel to it, both in this loop."""
 
     def __init__(self, path: Path) -> None:
-        self.core = make_core(slab_count=2, slab_bytes=SLAB_BYTES, namespaces=[SMALL, HUGE])
-        arena = Arena(capacity_bytes=2 * SLAB_BYTES, slab_bytes=SLAB_BYTES)
+        self.arenas = make_arenas(slab_count=2, slab_bytes=SLAB_BYTES)
+        self.core = make_core(slab_count=2, slab_bytes=SLAB_BYTES, namespaces=[SMALL, HUGE], headers=self.arenas)
         self.pool = ThreadPoolExecutor(1)
+        self.in_flight = make_in_flight()
         self.service = StoreService(
             core=self.core,
-            arena=arena,
+            arenas=self.arenas,
             epoch=Epoch(b"e" * 16),
             copy_pool=self.pool,
             clock=asyncio.get_running_loop().time,
+            in_flight=self.in_flight,
         )
         self.bugs: list[AssertionError] = []
         self._path = path
 
     async def start(self, *, stream_s_max: float = 30.0) -> None:
-        self.server = GrpcServer(self.service, stream_s_max=stream_s_max, on_bug=self.bugs.append)
+        self.streams = OpenStreams(
+            Turns(self.in_flight), stream_s_max=stream_s_max, clock=asyncio.get_running_loop().time
+        )
+        self.server = GrpcServer(self.service, streams=self.streams, on_bug=self.bugs.append)
         self.server.listen(f"unix:{self._path}")
         await self.server.start()
         self.channel = grpc.aio.insecure_channel(f"unix:{self._path}")
@@ -84,6 +92,9 @@ class Rpc:
         await self.channel.close()
         await self.server.stop(grace_s=0)
         self.pool.shutdown()
+        self.arenas.close()
+        assert self.in_flight.total_bytes == 0
+        self.in_flight.check_invariants()
 
     async def call(self, method: Method[Any, Any], request: object) -> Any:
         return method.decode_response(await self.call_raw(method, method.encode_request(request)))
@@ -200,7 +211,7 @@ async def test_errors_travel_as_a_status_with_a_reason(
 
 
 async def test_an_unforeseen_exception_ends_one_call_and_nothing_else(rpc: Rpc) -> None:
-    async def fail(_: object) -> object:
+    async def fail(_: object, __: object) -> object:
         raise RuntimeError("secret detail")
 
     rpc.service.get_store_stats = fail  # type: ignore[method-assign, assignment]
@@ -215,7 +226,7 @@ async def test_an_unforeseen_exception_ends_one_call_and_nothing_else(rpc: Rpc) 
 
 
 async def test_a_broken_invariant_is_reported_to_the_caller_and_to_the_daemon(rpc: Rpc) -> None:
-    async def fail(_: object) -> object:
+    async def fail(_: object, __: object) -> object:
         raise AssertionError("release of free slot 7")
 
     rpc.service.lookup_blocks = fail  # type: ignore[method-assign, assignment]
@@ -231,7 +242,7 @@ async def test_a_reader_that_stops_reading_is_cut_off_and_its_blocks_are_free_ag
     """faults.md, hangs: a peer that is stopped in mid-stream must not hold blocks for ever."""
     await rpc.start()
     await rpc.put(1, 2, 3, 4, namespace=HUGE)
-    rpc.server._stream_s_max = STREAM_S_MAX  # only now: on a busy machine 16 MiB may take longer
+    rpc.streams.stream_s_max = STREAM_S_MAX  # only now: on a busy machine 16 MiB may take longer
     data = wire.READ_BLOCKS.encode_request(m.ReadBlocksRequest(namespace_id=HUGE.id, block_hashes=packed(1, 2, 3, 4)))
     stalled = rpc.channel.unary_stream(wire.READ_BLOCKS.path)(data)
     assert await stalled.read() is not grpc.aio.EOF
@@ -266,6 +277,24 @@ async def test_a_reader_that_goes_away_frees_its_blocks(rpc: Rpc) -> None:
     assert not rpc.is_idle()
     reading.cancel()
     await is_soon(rpc.is_idle)
+
+
+async def test_clients_on_one_socket_have_a_share_each(rpc: Rpc) -> None:
+    """faults.md, hangs: a peer that takes all it can get must not keep others waiting."""
+    await rpc.start()
+    await rpc.put(1, 2, 3, 4, namespace=HUGE)
+    data = wire.READ_BLOCKS.encode_request(m.ReadBlocksRequest(namespace_id=HUGE.id, block_hashes=packed(1, 2, 3, 4)))
+
+    def read_as(name: str) -> Any:
+        metadata = ((wire.CLIENT_METADATA_KEY, name),)
+        return rpc.channel.unary_stream(wire.READ_BLOCKS.path)(data, metadata=metadata, timeout=20)
+
+    greedy = [read_as("greedy") for _ in range(4)]  # each may hold 10 MiB, and one client 32 MiB
+    await is_soon(lambda: rpc.in_flight.waiting_count == 1)
+    await read_to_the_end(read_as("modest"))
+    assert rpc.in_flight.waiting_count == 1
+    await asyncio.gather(*(read_to_the_end(reading) for reading in greedy))
+    assert rpc.in_flight.total_bytes == 0
 
 
 async def test_a_writer_that_goes_away_gives_its_reservations_up(rpc: Rpc) -> None:

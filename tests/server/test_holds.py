@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from hypothesis import settings
@@ -69,6 +70,23 @@ class HoldTableMachine(RuleBasedStateMachine):
             del self.model[number]
             self.ended.append(expected)
 
+    @rule(owner_id=owners)
+    def release_all(self, owner_id: OwnerId) -> None:
+        own = [number for number, hold in self.model.items() if hold.owner_id == owner_id]
+        expected = [self.model.pop(number).value for number in own]
+        assert self.table.release_all(owner_id=owner_id) == expected
+        self.ended += expected
+
+    @rule(owner_id=owners, duration_s=st.none() | durations_s)
+    def adopt(self, owner_id: OwnerId, duration_s: float | None) -> None:
+        """Under a number of another table, which is never one that this one has given out."""
+        number = self.table.next_number + len(self.numbers) % 3
+        deadline_s = math.inf if duration_s is None else self.now_s + duration_s
+        value = f"hold {len(self.numbers)}"
+        self.table.adopt(number, owner_id=owner_id, value=value, deadline_s=deadline_s)
+        self.numbers.append(number)
+        self.model[number] = ModelHold(owner_id=owner_id, value=value, deadline_s=deadline_s)
+
     @rule(step_s=st.integers(0, 12))
     def let_time_pass(self, step_s: int) -> None:
         self.now_s += step_s
@@ -83,12 +101,14 @@ class HoldTableMachine(RuleBasedStateMachine):
     @invariant()
     def counts_agree_and_nothing_ends_twice(self) -> None:
         assert len(self.table) == len(self.model)
+        assert sorted(self.table.values()) == sorted(hold.value for hold in self.model.values())
         assert len(set(self.ended)) == len(self.ended)
 
     def teardown(self) -> None:
-        self.now_s += 1000.0
-        self.expire()
+        for owner_id in (ALICE, BOB):
+            self.release_all(owner_id)
         assert len(self.table) == 0
+        assert not self.table._numbers_of
 
 
 HoldTableMachine.TestCase.settings = settings(max_examples=50, deadline=None)
@@ -108,6 +128,13 @@ def test_a_hold_renewed_to_an_earlier_deadline_ends_then() -> None:
     number = table.grant(owner_id=ALICE, value="x", now_s=0.0, duration_s=100.0)
     assert table.renew(number, owner_id=ALICE, now_s=0.0, duration_s=1.0)
     assert table.expire(now_s=1.0) == ["x"]
+
+
+def test_a_hold_without_a_deadline_does_not_expire() -> None:
+    table: HoldTable[str] = HoldTable()
+    table.adopt(7, owner_id=ALICE, value="x", deadline_s=math.inf)
+    assert table.expire(now_s=1e12) == []
+    assert table.release(7, owner_id=ALICE) == "x"
 
 
 def test_holds_that_end_early_leave_no_queue_behind() -> None:

@@ -20,8 +20,8 @@ from kvstore.keys import NamespaceId
 from kvstore.messages import BlockState, CommitState, Epoch, OwnerId, ReservationId, ReserveState, Tier
 from kvstore.namespace import Namespace
 from kvstore_server.core.store import StoreCore
+from kvstore_server.rpc.caller import LOOPBACK
 from kvstore_server.rpc.service import StoreService
-from kvstore_server.tiers.arena import Arena
 from tests.server.builders import (
     ALICE,
     BOB,
@@ -32,7 +32,9 @@ from tests.server.builders import (
     envelope_of,
     enveloped,
     enveloped_bytes,
+    make_arenas,
     make_core,
+    make_in_flight,
     packed,
     payload_of,
     states_of,
@@ -49,16 +51,20 @@ class Store:
 
     def __init__(self, *, slab_count: int = 2, clock: Callable[[], float] | None = None) -> None:
         self.now_s = 100.0
-        self.core: StoreCore = make_core(slab_count=slab_count, slab_bytes=SLAB_BYTES, namespaces=[SMALL, LARGE, HUGE])
-        self.arena = Arena(capacity_bytes=slab_count * SLAB_BYTES, slab_bytes=SLAB_BYTES)
+        self.arenas = make_arenas(slab_count=slab_count, slab_bytes=SLAB_BYTES)
+        self.core: StoreCore = make_core(
+            slab_count=slab_count, slab_bytes=SLAB_BYTES, namespaces=[SMALL, LARGE, HUGE], headers=self.arenas
+        )
+        self.in_flight = make_in_flight()
         self.pool = ThreadPoolExecutor(1)
         self.gates: list[threading.Event] = []
         self.service = StoreService(
             core=self.core,
-            arena=self.arena,
+            arenas=self.arenas,
             epoch=Epoch(b"e" * 16),
             copy_pool=self.pool,
             clock=clock or (lambda: self.now_s),
+            in_flight=self.in_flight,
         )
 
     def stop_copies(self) -> threading.Event:
@@ -72,6 +78,7 @@ class Store:
         for gate in self.gates:
             gate.set()
         self.pool.shutdown()
+        self.arenas.close()
 
     async def reserve(
         self, *numbers: int, namespace: Namespace = SMALL, owner_id: OwnerId = ALICE, reservation_s: float = 30.0
@@ -82,18 +89,19 @@ class Store:
                 owner_id=owner_id,
                 block_hashes=packed(*numbers),
                 reservation_s=reservation_s,
-            )
+            ),
+            LOOPBACK,
         )
         assert set(response.reserve_states) == {ReserveState.RESERVED}
         return [reservation for reservation in response.reservation_ids if reservation]
 
     async def write(self, *blocks: tuple[ReservationId, bytes], owner_id: OwnerId = ALICE) -> int:
         frames = write_frames(blocks, owner_id=owner_id)
-        return (await self.service.write_blocks(stream(frames))).landed_bytes
+        return (await self.service.write_blocks(stream(frames), LOOPBACK)).landed_bytes
 
     async def commit(self, *reservations: ReservationId, owner_id: OwnerId = ALICE) -> list[CommitState]:
         request = m.CommitBlocksRequest(owner_id=owner_id, reservation_ids=reservations)
-        return [CommitState(state) for state in (await self.service.commit_blocks(request)).commit_states]
+        return [CommitState(state) for state in (await self.service.commit_blocks(request, LOOPBACK)).commit_states]
 
     async def put(self, *numbers: int, namespace: Namespace = SMALL) -> None:
         reservations = await self.reserve(*numbers, namespace=namespace)
@@ -103,7 +111,7 @@ class Store:
 
     async def lookup(self, *numbers: int, namespace: Namespace = SMALL, wait_s: float = 0.0) -> list[BlockState]:
         request = m.LookupBlocksRequest(namespace_id=namespace.id, block_hashes=packed(*numbers), wait_s=wait_s)
-        return [BlockState(state) for state in (await self.service.lookup_blocks(request)).block_states]
+        return [BlockState(state) for state in (await self.service.lookup_blocks(request, LOOPBACK)).block_states]
 
     async def acquire(
         self, *numbers: int, owner_id: OwnerId = ALICE, lease_s: float = 30.0, wait_s: float = 0.0
@@ -115,14 +123,15 @@ class Store:
                 block_hashes=packed(*numbers),
                 lease_s=lease_s,
                 wait_s=wait_s,
-            )
+            ),
+            LOOPBACK,
         )
 
     async def read(self, *numbers: int, namespace: Namespace = SMALL) -> list[bytes | None]:
         """Whole enveloped blocks; None for a miss."""
         request = m.ReadBlocksRequest(namespace_id=namespace.id, block_hashes=packed(*numbers))
         blocks: list[bytearray | None] = [None] * len(numbers)
-        async for frame in self.service.read_blocks(request):
+        async for frame in self.service.read_blocks(request, LOOPBACK):
             if frame.block_state is BlockState.HIT:
                 block = blocks[frame.block_index] or bytearray()
                 assert frame.offset_bytes == len(block)
@@ -131,13 +140,13 @@ class Store:
 
     async def verify(self, *numbers: int, namespace: Namespace = SMALL) -> list[BlockState]:
         request = m.VerifyBlocksRequest(namespace_id=namespace.id, block_hashes=packed(*numbers))
-        return [BlockState(state) for state in (await self.service.verify_blocks(request)).block_states]
+        return [BlockState(state) for state in (await self.service.verify_blocks(request, LOOPBACK)).block_states]
 
     def flip(self, number: int, *, offset_bytes: int, namespace: Namespace = SMALL) -> None:
         """One bit goes wrong in the arena."""
         block = self.core.begin_read(namespace.id, block_hash(number))
         assert block is not None
-        self.arena.view(block.place, block.size_bytes)[offset_bytes] ^= 0x10
+        self.arenas.view(block.place, block.size_bytes)[offset_bytes] ^= 0x10
         self.core.end_read(block, sent_bytes=0)
 
 
@@ -162,7 +171,7 @@ async def is_soon(condition: Callable[[], bool]) -> None:
 async def test_a_block_comes_back_as_it_was_written(store: Store, namespace: Namespace) -> None:
     await store.put(1, 2, namespace=namespace)
     assert await store.read(1, 9, 2, namespace=namespace) == [enveloped(1, namespace), None, enveloped(2, namespace)]
-    stats = await store.service.get_store_stats(m.GetStoreStatsRequest())
+    stats = await store.service.get_store_stats(m.GetStoreStatsRequest(), LOOPBACK)
     assert stats.written_bytes == stats.read_bytes == 2 * enveloped_bytes(namespace)
     assert (stats.committed_count, stats.block_count, stats.reservation_count) == (2, 2, 0)
 
@@ -171,7 +180,7 @@ async def test_a_lookup_names_the_tier_and_counts_the_leading_hits(store: Store)
     await store.put(1, 2)
     await store.put(4)
     response = await store.service.lookup_blocks(
-        m.LookupBlocksRequest(namespace_id=SMALL.id, block_hashes=packed(1, 2, 3, 4))
+        m.LookupBlocksRequest(namespace_id=SMALL.id, block_hashes=packed(1, 2, 3, 4)), LOOPBACK
     )
     assert response.matched_count == 2
     assert list(response.block_states) == [BlockState.HIT, BlockState.HIT, BlockState.MISS, BlockState.HIT]
@@ -222,7 +231,9 @@ async def test_a_waiting_lookup_ends_when_the_reservation_is_aborted(store: Stor
     (reservation,) = await store.reserve(1)
     waiting = asyncio.create_task(store.lookup(1, wait_s=60.0))
     await asyncio.sleep(0)
-    await store.service.abort_reservations(m.AbortReservationsRequest(owner_id=ALICE, reservation_ids=(reservation,)))
+    await store.service.abort_reservations(
+        m.AbortReservationsRequest(owner_id=ALICE, reservation_ids=(reservation,)), LOOPBACK
+    )
     assert await asyncio.wait_for(waiting, LONG_S) == [BlockState.MISS]
 
 
@@ -276,7 +287,9 @@ async def test_a_cancelled_wait_leaves_nothing_behind(store: Store) -> None:
 
 async def test_bytes_for_a_reservation_that_ended_are_dropped(store: Store) -> None:
     first, second = await store.reserve(1, 2)
-    await store.service.abort_reservations(m.AbortReservationsRequest(owner_id=ALICE, reservation_ids=(first,)))
+    await store.service.abort_reservations(
+        m.AbortReservationsRequest(owner_id=ALICE, reservation_ids=(first,)), LOOPBACK
+    )
     landed_bytes = await store.write((first, enveloped(1)), (second, enveloped(2)))
     assert landed_bytes == enveloped_bytes(SMALL)
     assert await store.commit(first, second) == [CommitState.EXPIRED, CommitState.COMMITTED]
@@ -288,7 +301,7 @@ async def test_bytes_for_another_owners_reservation_are_dropped_and_do_not_end_i
     assert await store.write((reservation, b"evil"), owner_id=BOB) == 0
     assert await store.commit(reservation, owner_id=BOB) == [CommitState.EXPIRED]
     with pytest.raises(InvalidArgumentError):  # a stream that breaks, which gives up what it named
-        await store.service.write_blocks(broken_after(write_frames([(reservation, b"evil")], owner_id=BOB)))
+        await store.service.write_blocks(broken_after(write_frames([(reservation, b"evil")], owner_id=BOB)), LOOPBACK)
     await store.write((reservation, enveloped(1)))
     assert await store.commit(reservation) == [CommitState.COMMITTED]
 
@@ -313,7 +326,7 @@ async def test_frames_out_of_order_are_dropped_and_their_block_with_them(store: 
     assert len(frames) > 1
     swapped = [dataclasses.replace(frames[1], owner_id=ALICE), frames[0]]
     with pytest.raises(InvalidArgumentError, match=r"at its end after \d+ bytes of a block"):
-        await store.service.write_blocks(stream(swapped))
+        await store.service.write_blocks(stream(swapped), LOOPBACK)
     assert await store.commit(reservation) == [CommitState.EXPIRED]
     assert await store.lookup(1, namespace=HUGE) == [BlockState.MISS]
 
@@ -342,7 +355,7 @@ async def test_a_block_committed_before_its_stream_ended_is_incomplete(store: St
         yield WriteFrame(reservation_id=reservation, owner_id=ALICE, data=memoryview(enveloped(1)[:500]))
         assert await store.commit(reservation) == [CommitState.INCOMPLETE]
 
-    await store.service.write_blocks(frames())
+    await store.service.write_blocks(frames(), LOOPBACK)
     assert await store.lookup(1) == [BlockState.MISS]
     assert store.core.counters.corrupt_on_commit_count == 0
 
@@ -365,7 +378,7 @@ async def test_a_broken_stream_gives_its_reservations_up_at_once(store: Store) -
     (other,) = await store.reserve(3)
     frames = write_frames([(first, enveloped(1)), (second, enveloped(2)[:50])])
     with pytest.raises(InvalidArgumentError):
-        await store.service.write_blocks(broken_after(frames))
+        await store.service.write_blocks(broken_after(frames), LOOPBACK)
     assert await store.lookup(1, 2, 4, 3) == [BlockState.MISS] * 3 + [BlockState.PENDING]
     assert await store.commit(first, second, unsent) == [CommitState.EXPIRED] * 3
     await store.write((other, enveloped(3)))
@@ -388,9 +401,18 @@ async def test_a_cancelled_stream_frees_its_slots_only_after_the_copy(store: Sto
     await is_soon(lambda: store.core.space.used_bytes == 0)
 
 
+async def test_a_block_that_was_hashed_as_it_landed_is_committed_without_another_look(store: Store) -> None:
+    (reservation,) = await store.reserve(1, namespace=LARGE)
+    await store.write((reservation, enveloped(1, LARGE)))
+    gate = store.stop_copies()
+    assert await store.commit(reservation) == [CommitState.COMMITTED]
+    gate.set()
+
+
 async def test_a_cancelled_commit_is_carried_out_all_the_same(store: Store) -> None:
     (reservation,) = await store.reserve(1)
     await store.write((reservation, enveloped(1)))
+    store.core.reservation(reservation, owner_id=ALICE).checksum = None  # type: ignore[union-attr]  # as if it had come another way
     gate = store.stop_copies()
     committing = asyncio.create_task(store.commit(reservation))
     await is_soon(lambda: len(store.core._reservations) == 0)
@@ -507,7 +529,7 @@ async def test_a_block_is_held_while_its_frames_are_sent_and_freed_when_the_read
     await store.put(1, 2, namespace=HUGE)
     request = m.ReadBlocksRequest(namespace_id=HUGE.id, block_hashes=packed(1, 2))
     place = store.core._namespaces[HUGE.id].stored[block_hash(1)].place
-    async with aclosing(store.service.read_blocks(request)) as frames:
+    async with aclosing(store.service.read_blocks(request, LOOPBACK)) as frames:
         frame = await anext(frames)
         assert store.core.space.ref_count(place) == 2
         assert bytes(frame.data) == enveloped(1, HUGE)[: len(frame.data)]
@@ -520,7 +542,7 @@ async def test_a_block_dropped_while_it_is_sent_is_sent_whole(store: Store) -> N
     request = m.ReadBlocksRequest(namespace_id=HUGE.id, block_hashes=packed(1, 2))
     received = bytearray()
     last: ReadFrame | None = None
-    async for frame in store.service.read_blocks(request):
+    async for frame in store.service.read_blocks(request, LOOPBACK):
         if not received:
             stored = store.core._namespaces[HUGE.id].stored[block_hash(1)]
             store.core.quarantine(HUGE.id, block_hash(1), stored)
@@ -636,7 +658,7 @@ async def test_wrong_input_is_refused_with_field_value_and_what_is_allowed(
     store: Store, call: str, request_: object, message: str
 ) -> None:
     with pytest.raises(InvalidArgumentError) as refused:
-        await getattr(store.service, call)(request_)
+        await getattr(store.service, call)(request_, LOOPBACK)
     assert str(refused.value) == message
     assert store.core.reservation_count == store.core.lease_count == 0
 
@@ -645,20 +667,22 @@ async def test_a_write_stream_without_an_owner_is_refused(store: Store) -> None:
     (reservation,) = await store.reserve(1)
     frame = WriteFrame(reservation_id=reservation, data=memoryview(b"x"))
     with pytest.raises(InvalidArgumentError, match="owner_id is '0 bytes'; allowed: 16 bytes"):
-        await store.service.write_blocks(stream([frame]))
+        await store.service.write_blocks(stream([frame]), LOOPBACK)
 
 
 @pytest.mark.parametrize("namespace_id", [NamespaceId(b"u" * 32), NamespaceId(b"")])
 async def test_an_unknown_namespace_is_an_error_everywhere(store: Store, namespace_id: NamespaceId) -> None:
     calls: list[Callable[[], object]] = [
         lambda: store.service.lookup_blocks(
-            m.LookupBlocksRequest(namespace_id=namespace_id, block_hashes=packed(1), wait_s=60.0)
+            m.LookupBlocksRequest(namespace_id=namespace_id, block_hashes=packed(1), wait_s=60.0), LOOPBACK
         ),
-        lambda: store.service.acquire_prefix(acquire_request(namespace_id=namespace_id)),
-        lambda: store.service.reserve_blocks(reserve_request(namespace_id=namespace_id)),
-        lambda: store.service.verify_blocks(m.VerifyBlocksRequest(namespace_id=namespace_id, block_hashes=packed(1))),
+        lambda: store.service.acquire_prefix(acquire_request(namespace_id=namespace_id), LOOPBACK),
+        lambda: store.service.reserve_blocks(reserve_request(namespace_id=namespace_id), LOOPBACK),
+        lambda: store.service.verify_blocks(
+            m.VerifyBlocksRequest(namespace_id=namespace_id, block_hashes=packed(1)), LOOPBACK
+        ),
         lambda: anext(
-            store.service.read_blocks(m.ReadBlocksRequest(namespace_id=namespace_id, block_hashes=packed(1)))
+            store.service.read_blocks(m.ReadBlocksRequest(namespace_id=namespace_id, block_hashes=packed(1)), LOOPBACK)
         ),
     ]
     for call in calls:
@@ -668,7 +692,7 @@ async def test_an_unknown_namespace_is_an_error_everywhere(store: Store, namespa
 
 async def test_a_batch_of_the_allowed_size_is_answered(store: Store) -> None:
     response = await store.service.lookup_blocks(
-        m.LookupBlocksRequest(namespace_id=SMALL.id, block_hashes=hash_batch(65_536))
+        m.LookupBlocksRequest(namespace_id=SMALL.id, block_hashes=hash_batch(65_536)), LOOPBACK
     )
     assert len(response.block_states) == 65_536
 
@@ -680,14 +704,14 @@ async def test_an_owner_cannot_touch_what_is_anothers(store: Store) -> None:
     assert lease is not None
     (reservation,) = await store.reserve(2)
     renew = m.RenewLeasesRequest(owner_id=BOB, lease_ids=(lease,), lease_s=600.0)
-    assert (await store.service.renew_leases(renew)).renewed == (False,)
+    assert (await store.service.renew_leases(renew, LOOPBACK)).renewed == (False,)
     release = m.ReleaseLeasesRequest(owner_id=BOB, lease_ids=(lease,))
-    assert (await store.service.release_leases(release)).released == (False,)
+    assert (await store.service.release_leases(release, LOOPBACK)).released == (False,)
     abort = m.AbortReservationsRequest(owner_id=BOB, reservation_ids=(reservation,))
-    assert (await store.service.abort_reservations(abort)).aborted_count == 0
+    assert (await store.service.abort_reservations(abort, LOOPBACK)).aborted_count == 0
     assert (store.core.lease_count, store.core.reservation_count) == (1, 1)
     release = dataclasses.replace(release, owner_id=ALICE)
-    assert (await store.service.release_leases(release)).released == (True,)
+    assert (await store.service.release_leases(release, LOOPBACK)).released == (True,)
 
 
 async def test_a_lease_released_twice_changes_nothing_the_second_time(store: Store) -> None:
@@ -698,8 +722,8 @@ async def test_a_lease_released_twice_changes_nothing_the_second_time(store: Sto
     assert first is not None
     assert second is not None
     release = m.ReleaseLeasesRequest(owner_id=ALICE, lease_ids=(first, first))
-    assert (await store.service.release_leases(release)).released == (True, False)
-    assert (await store.service.release_leases(release)).released == (False, False)
+    assert (await store.service.release_leases(release, LOOPBACK)).released == (True, False)
+    assert (await store.service.release_leases(release, LOOPBACK)).released == (False, False)
     assert store.core.lease_count == 1
     assert store.core.space.ref_count(store.core._namespaces[SMALL.id].stored[block_hash(1)].place) == 2
 
@@ -710,7 +734,7 @@ async def test_an_expired_lease_stays_expired(store: Store) -> None:
     assert lease is not None
     store.now_s += 10.0
     renew = m.RenewLeasesRequest(owner_id=ALICE, lease_ids=(lease,), lease_s=600.0)
-    assert (await store.service.renew_leases(renew)).renewed == (False,)
+    assert (await store.service.renew_leases(renew, LOOPBACK)).renewed == (False,)
     store.service.sweep()
     assert store.core.lease_count == 0
     assert store.core.counters.expired_lease_count == 1
@@ -730,19 +754,23 @@ async def test_ten_thousand_abandoned_prefixes_leave_no_lease_behind(store: Stor
         await asyncio.gather(early, late, return_exceptions=True)
         response = await store.acquire(1, 2, 3)
         assert response.lease_id is not None
-        await store.service.release_leases(m.ReleaseLeasesRequest(owner_id=ALICE, lease_ids=(response.lease_id,)))
+        await store.service.release_leases(
+            m.ReleaseLeasesRequest(owner_id=ALICE, lease_ids=(response.lease_id,)), LOOPBACK
+        )
     store.now_s += 1.0
     store.service.sweep()
     assert store.core.lease_count == 0
-    await store.service.abort_reservations(m.AbortReservationsRequest(owner_id=ALICE, reservation_ids=(pending,)))
+    await store.service.abort_reservations(
+        m.AbortReservationsRequest(owner_id=ALICE, reservation_ids=(pending,)), LOOPBACK
+    )
     assert store.core._evict(1 << 30) == 3
 
 
 async def test_a_draining_daemon_says_so_and_finishes_what_it_had_admitted(store: Store) -> None:
     (reservation,) = await store.reserve(1)
     store.core.is_draining = True
-    assert (await store.service.get_store_info(m.GetStoreInfoRequest())).draining
-    response = await store.service.reserve_blocks(reserve_request(block_hashes=packed(1, 2)))
+    assert (await store.service.get_store_info(m.GetStoreInfoRequest(), LOOPBACK)).draining
+    response = await store.service.reserve_blocks(reserve_request(block_hashes=packed(1, 2)), LOOPBACK)
     assert list(response.reserve_states) == [ReserveState.PENDING, ReserveState.DRAINING]
     assert response.reservation_ids == (None, None)
     await store.write((reservation, enveloped(1)))
@@ -756,7 +784,7 @@ async def test_a_damaged_client_never_breaks_an_invariant(store: Store) -> None:
     blocks = [(hold, enveloped(number - number % 5 // 4)) for number, hold in enumerate(reservations)]
     await store.write(*blocks[::3], *blocks[1::3])
     await store.service.abort_reservations(
-        m.AbortReservationsRequest(owner_id=ALICE, reservation_ids=tuple(reservations[::7]))
+        m.AbortReservationsRequest(owner_id=ALICE, reservation_ids=tuple(reservations[::7])), LOOPBACK
     )
     await store.commit(*reservations[::2])
     store.now_s += 31.0
@@ -772,6 +800,6 @@ async def test_a_damaged_client_never_breaks_an_invariant(store: Store) -> None:
 async def test_errors_carry_a_status_and_a_reason(store: Store) -> None:
     with pytest.raises(KvstoreError) as unknown:
         await store.service.lookup_blocks(
-            m.LookupBlocksRequest(namespace_id=NamespaceId(b"u" * 32), block_hashes=packed(1))
+            m.LookupBlocksRequest(namespace_id=NamespaceId(b"u" * 32), block_hashes=packed(1)), LOOPBACK
         )
     assert (unknown.value.reason, unknown.value.grpc_status) == ("NAMESPACE_UNKNOWN", "FAILED_PRECONDITION")

@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstore.errors import CapacityError
-from kvstore.keys import NamespaceId
 from kvstore_server.core.space import Place, SlabId, SlabSpace
+from kvstore_server.core.tenants import DEFAULT_TENANT, ScopedId, Tenant
 
 PAGE = 4096
 SLAB_BYTES = 8 * PAGE
 SLAB_COUNT = 5
 NAMESPACES = {
-    NamespaceId(b"1" * 32): 100,  # one page: 8 slots a slab
-    NamespaceId(b"2" * 32): PAGE + 1,  # two pages: 4
-    NamespaceId(b"3" * 32): 3 * PAGE,  # three pages, but two slots share out the slab: four pages each
-    NamespaceId(b"8" * 32): SLAB_BYTES,  # one
+    ScopedId(b"1" * 32): 100,  # one page: 8 slots a slab
+    ScopedId(b"2" * 32): PAGE + 1,  # two pages: 4
+    ScopedId(b"3" * 32): 3 * PAGE,  # three pages, but two slots share out the slab: four pages each
+    ScopedId(b"8" * 32): SLAB_BYTES,  # one
 }
 SLOT_BYTES = dict(zip(NAMESPACES, (PAGE, 2 * PAGE, 4 * PAGE, 8 * PAGE), strict=True))
 namespace_ids = st.sampled_from(list(NAMESPACES))
@@ -30,14 +30,14 @@ class SlabSpaceMachine(RuleBasedStateMachine):
         self.space = SlabSpace(slab_count=SLAB_COUNT, slab_bytes=SLAB_BYTES)
         self.waiting = [SlabId(slab) for slab in range(SLAB_COUNT)]
         self.refs: dict[Place, int] = {}
-        self.owner: dict[Place, NamespaceId] = {}
+        self.owner: dict[Place, ScopedId] = {}
         for namespace_id, block_bytes in NAMESPACES.items():
             assert self.space.open(namespace_id, block_bytes=block_bytes) == SLOT_BYTES[namespace_id]
 
-    def used_slabs(self) -> dict[SlabId, NamespaceId]:
+    def used_slabs(self) -> dict[SlabId, ScopedId]:
         return {SlabId(place // SLAB_BYTES): namespace_id for place, namespace_id in self.owner.items()}
 
-    def has_room(self, namespace_id: NamespaceId) -> bool:
+    def has_room(self, namespace_id: ScopedId) -> bool:
         slabs = self.used_slabs()
         if len(slabs) < SLAB_COUNT - len(self.waiting):
             return True
@@ -52,7 +52,7 @@ class SlabSpaceMachine(RuleBasedStateMachine):
         self.space.add_slab(slab)
 
     @rule(namespace_id=namespace_ids)
-    def allocate(self, namespace_id: NamespaceId) -> None:
+    def allocate(self, namespace_id: ScopedId) -> None:
         expected = self.has_room(namespace_id)
         place = self.space.allocate(namespace_id)
         assert (place is not None) == expected
@@ -110,7 +110,7 @@ TestSlabSpace = SlabSpaceMachine.TestCase
 def test_a_block_larger_than_a_slab_is_refused_and_told_what_to_change() -> None:
     space = SlabSpace(slab_count=1, slab_bytes=SLAB_BYTES)
     with pytest.raises(CapacityError, match=r"32769 bytes.*slab of 32768.*memory\.slab_size"):
-        space.open(NamespaceId(b"1" * 32), block_bytes=SLAB_BYTES + 1)
+        space.open(ScopedId(b"1" * 32), block_bytes=SLAB_BYTES + 1)
 
 
 def test_a_slab_added_twice_is_a_bug() -> None:
@@ -131,3 +131,63 @@ def test_an_emptied_slab_serves_another_slot_size() -> None:
     assert space.allocate(large) is None
     space.release(place)
     assert space.allocate(large) == 0
+
+
+ACME = Tenant("acme")
+ACMES = ScopedId(b"acme" + b"1" * 32)
+
+
+def two_tenants() -> SlabSpace:
+    """Two slabs of eight places, one namespace for each tenant, whose ids differ in the tenant alone."""
+    space = SlabSpace(slab_count=2, slab_bytes=SLAB_BYTES, tenant_count=2)
+    for slab in range(2):
+        space.add_slab(SlabId(slab))
+    for namespace_id in (ScopedId(b"1" * 32), ACMES):
+        space.open(namespace_id, block_bytes=100)
+    return space
+
+
+def test_an_emptied_slab_serves_its_tenant_again_and_no_other() -> None:
+    space = two_tenants()
+    places = [space.allocate(ACMES) for _ in range(16)]
+    assert space.is_above_share(ACME)
+    for place in places:
+        assert place is not None
+        space.release(place)
+    assert space.allocate(ScopedId(b"1" * 32)) is None
+    assert space.allocate(ACMES) is not None
+    space.check_invariants()
+
+
+def test_a_slab_is_out_of_service_while_its_memory_is_replaced_and_then_its_new_tenants() -> None:
+    space = two_tenants()
+    place = space.allocate(ACMES)
+    other = space.allocate(ScopedId(b"1" * 32))
+    assert place is not None
+    assert other is not None
+    space.release(place)
+    assert space.claim_foreign_slab(DEFAULT_TENANT)
+    assert not space.claim_foreign_slab(DEFAULT_TENANT), "one at a time"
+    (slab,) = space.slabs_to_replace()
+    assert slab == space.slab_of(place)
+    assert (space.tenant_of_slab(slab), space.ready_bytes) == (None, SLAB_BYTES)
+    assert space.allocate(ACMES) is None
+    space.check_invariants()
+    space.add_slab(slab)
+    assert (space.tenant_of_slab(slab), space.ready_bytes) == (DEFAULT_TENANT, 2 * SLAB_BYTES)
+    assert space.is_above_share(DEFAULT_TENANT)
+    assert space.allocate(ACMES) is None
+    space.check_invariants()
+
+
+def test_a_slab_that_is_in_use_is_never_claimed() -> None:
+    space = two_tenants()
+    for _ in range(9):
+        space.allocate(ACMES)
+    assert not space.claim_foreign_slab(DEFAULT_TENANT)
+    assert space.slabs_to_replace() == []
+
+
+def test_every_slot_has_room_for_its_header_and_is_aligned_to_pages() -> None:
+    space = SlabSpace(slab_count=1, slab_bytes=64 << 20)
+    assert space.open(ScopedId(b"1" * 32), block_bytes=192 + (2 << 20)) % PAGE == 0

@@ -9,20 +9,24 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstore.errors import CapacityError, LayoutMismatchError, NamespaceUnknownError
 from kvstore.eviction import Watermarks
-from kvstore.messages import BlockState, CommitState, LeaseId, OwnerId, ReservationId, ReserveState
+from kvstore.messages import BlockState, CommitState, LeaseId, OwnerId, ReservationId, ReserveState, TransferPath
 from kvstore.namespace import Namespace
+from kvstore.slab import SlotState
 from kvstore_server.core.space import Place, SlabId, SlabSpace
 from kvstore_server.core.store import Reservation, StoreCore, StoredBlock
+from kvstore_server.core.tenants import DEFAULT_TENANT, ScopedId, Tenant, scoped
 from tests.server.builders import (
     ALICE,
     BOB,
     MIDDLE,
     SMALL,
+    FakeHeaders,
     block_hash,
     commit,
     hashes,
@@ -38,11 +42,27 @@ SLAB_BYTES = 4 * 4096  # 4 small slots, or 1 of MIDDLE's three pages
 NUMBERS = range(10)
 SIZE_BYTES = 100  # of every block here: the core never looks at bytes
 
-Key = tuple[Namespace, int]
+ACME = Tenant("acme")
+
+
+@dataclass(frozen=True)
+class Space:
+    """A namespace of a tenant."""
+
+    tenant: Tenant
+    namespace: Namespace
+
+    @property
+    def id(self) -> ScopedId:
+        return scoped(self.tenant, self.namespace.id)
+
+
+Key = tuple[Space, int]
 _Result = TypeVar("_Result")
 
 owners = st.sampled_from([ALICE, BOB])
-namespaces = st.sampled_from([SMALL, MIDDLE])
+any_space = st.runner().flatmap(lambda machine: st.sampled_from(machine.spaces))
+paths = st.sampled_from([TransferPath.STREAM, TransferPath.SLAB, TransferPath.NIXL])
 # Ascending, and parents below: a prefix tree that has no rings, as every honest caller's.
 chains = st.sets(st.sampled_from(NUMBERS), min_size=1, max_size=6).map(sorted)
 durations_s = st.integers(1, 20).map(float)
@@ -64,20 +84,30 @@ class ModelReservation(ModelHold):
     key: Key
     parent: Key | None
     place: Place
+    path: TransferPath
     landed_bytes: int = 0
     landings: list[tuple[Reservation, int]] = field(default_factory=list)
 
 
 class StoreCoreMachine(RuleBasedStateMachine):
+    slab_count = SLAB_COUNT
+    spaces = (Space(DEFAULT_TENANT, SMALL), Space(DEFAULT_TENANT, MIDDLE))
+
     def __init__(self) -> None:
         super().__init__()
+        self.headers = FakeHeaders()
+        self.tenant_count = len({space.tenant for space in self.spaces})
         self.core = StoreCore(
-            space=SlabSpace(slab_count=SLAB_COUNT, slab_bytes=SLAB_BYTES), watermarks=Watermarks(high=0.9, low=0.7)
+            space=SlabSpace(slab_count=self.slab_count, slab_bytes=SLAB_BYTES, tenant_count=self.tenant_count),
+            watermarks=Watermarks(high=0.9, low=0.7),
+            headers=self.headers,
         )
-        self.waiting_slabs = list(range(SLAB_COUNT))
+        self.waiting_slabs = list(range(self.slab_count))
+        self.seen_by: dict[SlabId, Tenant] = {}  # whose bytes have been in the memory that a slab has now
         self.now_s = 0.0
         self.stored: dict[Key, tuple[Place, Key | None]] = {}  # with the parent that was claimed
         self.reservations: dict[ReservationId, ModelReservation] = {}
+        self.stranded: dict[ReservationId, ModelReservation] = {}
         self.committing: list[tuple[ModelReservation, Reservation]] = []
         self.leases: dict[LeaseId, ModelLease] = {}
         self.readers: list[tuple[Key, StoredBlock]] = []
@@ -86,8 +116,8 @@ class StoreCoreMachine(RuleBasedStateMachine):
         self.lease_ids: list[LeaseId] = [LeaseId(0)]
         self.reservation_ids: list[ReservationId] = [ReservationId(0)]
         self.corrupt_count = 0
-        for namespace in (SMALL, MIDDLE):
-            self.core.open_namespace(namespace, payload_bytes=namespace.block_layout.payload_bytes)
+        for space in self.spaces:
+            self.open_again(space)
 
     # --- helpers
 
@@ -101,9 +131,12 @@ class StoreCoreMachine(RuleBasedStateMachine):
     def place_of(self, key: Key) -> Place:
         return self.stored[key][0]
 
-    def evicting(self, act: Callable[[], _Result], *, commits: Key | None = None) -> _Result:
-        """Runs what may evict, and checks that only blocks went that nobody held."""
+    def evicting(
+        self, act: Callable[[], _Result], *, commits: Key | None = None, tenant: Tenant | None = None
+    ) -> _Result:
+        """Runs what may evict, and checks that only blocks went that nobody held, and whose they were."""
         before = self.core.counters.evicted_count
+        may_lose = {space.tenant for space in self.spaces if self.core.space.is_above_share(space.tenant)}
         result = act()
         gone = [
             key
@@ -112,6 +145,7 @@ class StoreCoreMachine(RuleBasedStateMachine):
         ]
         assert len(gone) == self.core.counters.evicted_count - before
         for key in gone:
+            assert self.tenant_count == 1 or key[0].tenant == tenant or key[0].tenant in may_lose
             place, _ = self.stored.pop(key)
             assert self.held[place] == 1, f"{key[1]} was evicted while held {self.held[place] - 1} times"
             self.release(place)
@@ -124,6 +158,12 @@ class StoreCoreMachine(RuleBasedStateMachine):
     def put_a_slab_into_service(self) -> None:
         self.core.space.add_slab(SlabId(self.waiting_slabs.pop()))
 
+    @rule()
+    def replace_slabs(self) -> None:
+        for slab in self.core.space.slabs_to_replace():
+            self.seen_by.pop(slab, None)
+            self.core.space.add_slab(slab)
+
     @rule(step_s=st.integers(0, 8))
     def let_time_pass(self, step_s: int) -> None:
         self.now_s += step_s
@@ -135,22 +175,48 @@ class StoreCoreMachine(RuleBasedStateMachine):
         assert self.core.expire(now_s=self.now_s) == len(due)
         for lease in due_leases:
             self.release(*self.leases.pop(lease).places)
+        late = [number for number, hold in self.stranded.items() if hold.deadline_s + 300.0 <= self.now_s]
+        for number in late:
+            if self.stranded[number].path is TransferPath.NIXL:
+                self.release(self.stranded.pop(number).place)
         for number in due:
-            self.release(self.reservations.pop(number).place)
+            hold = self.reservations.pop(number)
+            if hold.path is TransferPath.STREAM:
+                self.release(hold.place)
+            else:
+                hold.deadline_s = self.now_s
+                self.stranded[number] = hold
 
-    @rule(namespace=namespaces)
-    def open_again(self, namespace: Namespace) -> None:
-        slot_bytes = self.core.open_namespace(namespace, payload_bytes=namespace.block_layout.payload_bytes)
-        assert slot_bytes == (4096 if namespace is SMALL else SLAB_BYTES)
+    @rule()
+    def let_five_minutes_pass(self) -> None:
+        self.now_s += 300.0
+
+    @rule(owner_id=owners)
+    def end_owner(self, owner_id: OwnerId) -> None:
+        ended = [number for number, hold in self.reservations.items() if hold.owner_id == owner_id]
+        assert self.core.end_owner(owner_id) == len(ended)
+        for number in ended:
+            self.release(self.reservations.pop(number).place)
+        for number in [number for number, hold in self.stranded.items() if hold.owner_id == owner_id]:
+            self.release(self.stranded.pop(number).place)
+        for lease in [lease for lease, hold in self.leases.items() if hold.owner_id == owner_id]:
+            self.release(*self.leases.pop(lease).places)
+
+    @rule(space=any_space)
+    def open_again(self, space: Space) -> None:
+        slot_bytes = self.core.open_namespace(
+            space.namespace, payload_bytes=space.namespace.block_layout.payload_bytes, tenant=space.tenant
+        )
+        assert slot_bytes == (4096 if space.namespace is SMALL else SLAB_BYTES)
 
     # --- reading
 
-    @rule(namespace=namespaces, chain=chains, owner_id=owners, duration_s=durations_s)
-    def lease_prefix(self, namespace: Namespace, chain: list[int], owner_id: OwnerId, duration_s: float) -> None:
-        matched = self.core.lookup(namespace.id, hashes(*chain)).matched_count
-        places = [self.place_of((namespace, number)) for number in chain[:matched]]
+    @rule(space=any_space, chain=chains, owner_id=owners, duration_s=durations_s)
+    def lease_prefix(self, space: Space, chain: list[int], owner_id: OwnerId, duration_s: float) -> None:
+        matched = self.core.lookup(space.id, hashes(*chain)).matched_count
+        places = [self.place_of((space, number)) for number in chain[:matched]]
         lease = self.core.lease(
-            namespace.id, hashes(*chain[:matched]), owner_id=owner_id, now_s=self.now_s, duration_s=duration_s
+            space.id, hashes(*chain[:matched]), owner_id=owner_id, now_s=self.now_s, duration_s=duration_s
         )
         assert (lease is None) == (matched == 0)
         if lease is None:
@@ -159,6 +225,22 @@ class StoreCoreMachine(RuleBasedStateMachine):
         self.lease_ids.append(lease)
         self.held.update(places)
         self.leases[lease] = ModelLease(owner_id=owner_id, deadline_s=self.now_s + duration_s, places=places)
+
+    @rule(space=any_space, chain=chains, owner_id=owners, duration_s=durations_s)
+    def lease_stored(self, space: Space, chain: list[int], owner_id: OwnerId, duration_s: float) -> None:
+        leased = self.core.lease_stored(
+            space.id, hashes(*chain), owner_id=owner_id, now_s=self.now_s, duration_s=duration_s
+        )
+        places = [self.place_of((space, number)) for number in chain if (space, number) in self.stored]
+        assert [block.place for block in leased.blocks] == places
+        assert [state == BlockState.HIT for state in leased.states] == [(space, n) in self.stored for n in chain]
+        assert (leased.lease_id is None) == (not places)
+        if leased.lease_id is not None:
+            self.lease_ids.append(leased.lease_id)
+            self.held.update(places)
+            self.leases[leased.lease_id] = ModelLease(
+                owner_id=owner_id, deadline_s=self.now_s + duration_s, places=places
+            )
 
     @rule(data=st.data(), owner_id=owners, duration_s=durations_s)
     def renew_lease(self, data: st.DataObject, owner_id: OwnerId, duration_s: float) -> None:
@@ -179,13 +261,14 @@ class StoreCoreMachine(RuleBasedStateMachine):
             self.release(*hold.places)
             del self.leases[lease]
 
-    @rule(namespace=namespaces, number=st.sampled_from(NUMBERS))
-    def begin_read(self, namespace: Namespace, number: int) -> None:
-        key = (namespace, number)
-        block = self.core.begin_read(namespace.id, block_hash(number))
+    @rule(space=any_space, number=st.sampled_from(NUMBERS))
+    def begin_read(self, space: Space, number: int) -> None:
+        key = (space, number)
+        block = self.core.begin_read(space.id, block_hash(number))
         assert (block is not None) == (key in self.stored)
         if block is not None:
-            assert block == StoredBlock(self.place_of(key), SIZE_BYTES)
+            generation, state = self.headers.slots[block.place]
+            assert block == StoredBlock(self.place_of(key), SIZE_BYTES, generation, state is SlotState.VERIFIED)
             self.held[block.place] += 1
             self.readers.append((key, block))
 
@@ -206,33 +289,41 @@ class StoreCoreMachine(RuleBasedStateMachine):
             self.release(block.place)
             self.corrupt_count += 1
 
-    @rule(namespace=namespaces, chain=chains)
-    def touch(self, namespace: Namespace, chain: list[int]) -> None:
-        self.core.touch(namespace.id, hashes(*chain))
+    @rule(space=any_space, chain=chains)
+    def touch(self, space: Space, chain: list[int]) -> None:
+        self.core.touch(space.id, hashes(*chain))
 
     # --- writing
 
-    @rule(data=st.data(), namespace=namespaces, chain=chains, owner_id=owners, duration_s=durations_s)
+    @rule(data=st.data(), space=any_space, chain=chains, owner_id=owners, duration_s=durations_s, path=paths)
     def reserve(
-        self, data: st.DataObject, namespace: Namespace, chain: list[int], owner_id: OwnerId, duration_s: float
+        self,
+        data: st.DataObject,
+        space: Space,
+        chain: list[int],
+        owner_id: OwnerId,
+        duration_s: float,
+        path: TransferPath,
     ) -> None:
         parent = data.draw(st.none() | st.integers(0, chain[0] - 1)) if chain[0] else None
         pending = self.pending()
-        states, reservation_ids = self.evicting(
+        states, reservations = self.evicting(
             lambda: self.core.reserve(
-                namespace.id,
+                space.id,
                 hashes(*chain),
                 parent_hash=None if parent is None else block_hash(parent),
                 owner_id=owner_id,
                 now_s=self.now_s,
                 duration_s=duration_s,
-            )
+                path=path,
+            ),
+            tenant=space.tenant,
         )
         is_cut = False
-        parent_key = None if parent is None else (namespace, parent)
-        for number, state, reservation_id in zip(chain, states, reservation_ids, strict=True):
-            key = (namespace, number)
-            assert (reservation_id is not None) == (state == ReserveState.RESERVED)
+        parent_key = None if parent is None else (space, parent)
+        for number, state, reservation in zip(chain, states, reservations, strict=True):
+            key = (space, number)
+            assert (reservation is not None) == (state == ReserveState.RESERVED)
             if state == ReserveState.STORED:
                 pass  # it may have been evicted after that, by a block of its own chain
             elif key in self.stored:
@@ -245,41 +336,53 @@ class StoreCoreMachine(RuleBasedStateMachine):
                 assert state == ReserveState.ORPHAN
             elif state == ReserveState.FULL:
                 is_cut = True
-                self.check_is_full(namespace)
+                self.check_is_full(space, child_of=parent_key)
             else:
                 assert state == ReserveState.RESERVED
-                assert reservation_id is not None
-                assert reservation_id not in self.reservation_ids
-                self.reservation_ids.append(reservation_id)
-                self.admit(key, parent_key, reservation_id, owner_id, duration_s)
+                assert reservation is not None
+                assert reservation.id not in self.reservation_ids
+                self.reservation_ids.append(reservation.id)
+                self.admit(key, parent_key, reservation, duration_s)
             parent_key = key
 
-    def admit(
-        self,
-        key: Key,
-        parent_key: Key | None,
-        reservation_id: ReservationId,
-        owner_id: OwnerId,
-        duration_s: float,
-    ) -> None:
-        reservation = self.core._reservations.get(reservation_id, owner_id=owner_id)
-        assert reservation is not None
+    @rule(data=st.data(), space=any_space, chain=chains, owner_id=owners)
+    def store(self, data: st.DataObject, space: Space, chain: list[int], owner_id: OwnerId) -> None:
+        """All of a put at once, so that the store is full most of the time."""
+        known = len(self.reservation_ids)
+        self.reserve(data, space, chain, owner_id, 20.0, TransferPath.STREAM)
+        for number in self.reservation_ids[known:]:
+            hold = self.reservations.pop(number)
+            reservation = self.core.begin_commit(number, owner_id=owner_id)
+            assert reservation is not None
+            self.committed(hold, reservation)
+
+    def committed(self, hold: ModelReservation, reservation: Reservation) -> None:
+        reservation.landed_bytes = SIZE_BYTES  # so that every reader can tell what it should see
+        self.stored[hold.key] = (hold.place, hold.parent)
+        self.evicting(lambda: self.core.end_commit(reservation, state=CommitState.COMMITTED))
+
+    def admit(self, key: Key, parent_key: Key | None, reservation: Reservation, duration_s: float) -> None:
+        tenant = key[0].tenant
+        assert self.seen_by.setdefault(self.core.space.slab_of(reservation.place), tenant) == tenant, (
+            f"{tenant!r} is given memory that another tenant has seen"
+        )
         self.held[reservation.place] += 1
-        self.reservations[reservation_id] = ModelReservation(
-            owner_id=owner_id,
+        self.reservations[reservation.id] = ModelReservation(
+            owner_id=reservation.owner_id,
             deadline_s=self.now_s + duration_s,
             key=key,
             parent=parent_key,
             place=reservation.place,
+            path=reservation.path,
         )
 
-    def check_is_full(self, namespace: Namespace) -> None:
-        """There was no free slot, and of this namespace no leaf that nobody holds."""
-        assert self.core.space.allocate(namespace.id) is None
-        parents = {parent for _, parent in self.stored.values()}
+    def check_is_full(self, space: Space, *, child_of: Key | None) -> None:
+        """There was no free slot, and of this namespace no leaf that nobody holds, but the new block's own parent."""
+        assert self.core.space.allocate(space.id) is None
+        parents = {child_of, *(parent for _, parent in self.stored.values())}
         parents |= {hold.parent for hold in self.pending().values()}
-        idle = [key[1] for key in self.stored if key[0] == namespace and self.held[self.place_of(key)] == 1]
-        assert all((namespace, number) in parents for number in idle), f"full, but {idle} could leave"
+        idle = [key[1] for key in self.stored if key[0] == space and self.held[self.place_of(key)] == 1]
+        assert all((space, number) in parents for number in idle), f"full, but {idle} could leave"
 
     @rule(data=st.data(), owner_id=owners, is_in_order=st.booleans(), size_bytes=st.sampled_from([1, 60, 100, 5000]))
     def begin_landing(self, data: st.DataObject, owner_id: OwnerId, is_in_order: bool, size_bytes: int) -> None:
@@ -287,11 +390,11 @@ class StoreCoreMachine(RuleBasedStateMachine):
         hold = self.reservations.get(number)
         offset_bytes = (hold.landed_bytes if hold else 0) + (0 if is_in_order else data.draw(st.integers(1, 99)))
         landing = self.core.begin_landing(number, owner_id=owner_id, offset_bytes=offset_bytes, size_bytes=size_bytes)
-        if hold is None or hold.owner_id != owner_id or not is_in_order:
+        if hold is None or hold.owner_id != owner_id or not is_in_order or hold.path is not TransferPath.STREAM:
             assert landing is None
             return
         slot_bytes = self.core.space.slot_bytes(hold.key[0].id)
-        assert (landing is not None) == (offset_bytes + size_bytes <= slot_bytes)
+        assert (landing is not None) == (64 + offset_bytes + size_bytes <= slot_bytes)
         if landing is not None:
             hold.landed_bytes += size_bytes
             self.held[hold.place] += 1
@@ -310,18 +413,22 @@ class StoreCoreMachine(RuleBasedStateMachine):
         hold = self.reservations.get(number)
         reservation = self.core.begin_commit(number, owner_id=owner_id)
         assert (reservation is not None) == (hold is not None and hold.owner_id == owner_id)
+        self.end_stranding(number, owner_id)
         if hold is not None and reservation is not None:
             del self.reservations[number]
             self.committing.append((hold, reservation))
+
+    def end_stranding(self, number: ReservationId, owner_id: OwnerId) -> None:
+        hold = self.stranded.get(number)
+        if hold is not None and hold.owner_id == owner_id:
+            self.release(self.stranded.pop(number).place)
 
     @precondition(lambda self: self.committing)
     @rule(data=st.data(), state=st.sampled_from([CommitState.COMMITTED, CommitState.INCOMPLETE, CommitState.CORRUPT]))
     def end_commit(self, data: st.DataObject, state: CommitState) -> None:
         hold, reservation = self.committing.pop(data.draw(st.integers(0, len(self.committing) - 1)))
         if state is CommitState.COMMITTED:
-            reservation.landed_bytes = SIZE_BYTES  # so that every reader can tell what it should see
-            self.stored[hold.key] = (hold.place, hold.parent)
-            self.evicting(lambda: self.core.end_commit(reservation, state=state))
+            self.committed(hold, reservation)
         else:
             self.core.end_commit(reservation, state=state)
             self.release(hold.place)
@@ -332,6 +439,7 @@ class StoreCoreMachine(RuleBasedStateMachine):
         hold = self.reservations.get(number)
         expected = hold is not None and hold.owner_id == owner_id
         assert self.core.abort(number, owner_id=owner_id) == expected
+        self.end_stranding(number, owner_id)
         if hold is not None and expected:
             self.release(self.reservations.pop(number).place)
 
@@ -348,23 +456,23 @@ class StoreCoreMachine(RuleBasedStateMachine):
     @invariant()
     def lookups_agree_with_the_model(self) -> None:
         pending = self.pending()
-        for namespace in (SMALL, MIDDLE):
+        for space in self.spaces:
             expected = [
                 BlockState.HIT
-                if (namespace, number) in self.stored
+                if (space, number) in self.stored
                 else BlockState.PENDING
-                if (namespace, number) in pending
+                if (space, number) in pending
                 else BlockState.MISS
                 for number in NUMBERS
             ]
-            assert states_of(self.core, *NUMBERS, namespace=namespace) == expected
+            assert states_of(self.core, *NUMBERS, namespace=space.namespace, tenant=space.tenant) == expected
 
     @invariant()
     def every_place_is_held_as_often_as_the_model_says(self) -> None:
         self.core.check_invariants()
         self.held = +self.held
         used_bytes = 0
-        for slab in range(SLAB_COUNT):
+        for slab in range(self.slab_count):
             if SlabId(slab) in self.core.space._shelf_of_slab:
                 slot_bytes = self.core.space._shelf_of_slab[SlabId(slab)].slot_bytes
                 for place in self.core.space.taken_places(SlabId(slab)):
@@ -380,9 +488,18 @@ class StoreCoreMachine(RuleBasedStateMachine):
     @invariant()
     def figures_agree_with_the_model(self) -> None:
         assert self.core.lease_count == len(self.leases)
+        assert self.core.stranded_count == len(self.stranded)
         assert self.core.reservation_count == len(self.reservations) + len(self.committing)
         assert self.core.block_count == len(self.stored)
         assert self.core.counters.corrupt_in_memory_count == self.corrupt_count
+
+    @invariant()
+    def a_header_is_readable_exactly_while_its_block_is_stored(self) -> None:
+        readable = {place for place, (_, state) in self.headers.slots.items() if state is not SlotState.GONE}
+        assert readable == {place for place, _ in self.stored.values()}
+        assert self.headers.slots.keys() - readable == {hold.place for hold in self.pending().values()}
+        generations = [generation for generation, _ in self.headers.slots.values()]
+        assert len(set(generations)) == len(generations)
 
     def teardown(self) -> None:
         """When all holds end, every block can leave and every byte is free."""
@@ -392,15 +509,33 @@ class StoreCoreMachine(RuleBasedStateMachine):
             self.core.end_landing(landing, size_bytes=size_bytes)
         for _, reservation in self.committing:
             self.core.end_commit(reservation, state=CommitState.CORRUPT)
-        self.core.expire(now_s=self.now_s + 1000.0)
-        assert self.core.lease_count == self.core.reservation_count == 0
-        self.core._evict(SLAB_COUNT * SLAB_BYTES)
+        for owner_id in (ALICE, BOB):
+            self.core.end_owner(owner_id)
+        assert self.core.lease_count == self.core.reservation_count == self.core.stranded_count == 0
+        self.core._evict(self.slab_count * SLAB_BYTES)
         self.core.check_invariants()
         assert self.core.block_count == 0
         assert self.core.space.used_bytes == 0
 
 
+StoreCoreMachine.TestCase.settings = settings(max_examples=60, deadline=None)
 TestStoreCore = StoreCoreMachine.TestCase
+
+
+class TenantsMachine(StoreCoreMachine):
+    """Two tenants, with equal namespaces, that fight for four slabs."""
+
+    slab_count = 4
+    spaces = (Space(DEFAULT_TENANT, SMALL), Space(ACME, SMALL), Space(ACME, MIDDLE))
+
+    def __init__(self) -> None:
+        super().__init__()
+        while self.waiting_slabs:
+            self.core.space.add_slab(SlabId(self.waiting_slabs.pop()))
+
+
+TenantsMachine.TestCase.settings = settings(max_examples=60, deadline=None)
+TestTenants = TenantsMachine.TestCase
 
 
 def test_a_block_is_readable_only_after_its_commit() -> None:
@@ -642,3 +777,205 @@ def test_another_namespace_is_not_confined_by_a_few_leases() -> None:
     assert states_of(core, *range(100, 116), namespace=OTHER) == [BlockState.HIT] * 16
     assert states_of(core, 0, 8, 16, 24) == [BlockState.HIT] * 4
     core.check_invariants()
+
+
+# --- slots that clients write and read by themselves
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param(lambda core, number: core.abort(number, owner_id=ALICE), id="abort"),
+        pytest.param(lambda core, number: core.begin_commit(number, owner_id=ALICE), id="commit"),
+        pytest.param(lambda core, number: core.end_owner(ALICE), id="end of its session"),
+    ],
+)
+def test_an_expired_writers_slot_is_nobody_elses_until_it_is_done(
+    end: Callable[[StoreCore, ReservationId], object],
+) -> None:
+    """A client that was stopped for an hour wakes up and goes on writing: into its own slot."""
+    core = make_core(slab_count=1)
+    _, reservations = reserve(core, 1, 2, 3, 4, path=TransferPath.SLAB)
+    assert reservations[0] is not None
+    core.expire(now_s=3600.0)
+    assert states_of(core, 1, 2, 3, 4) == [BlockState.MISS] * 4, "others wait for a block that will not come"
+    assert (core.reservation_count, core.stranded_count) == (0, 4)
+    assert reserve(core, 11)[0] == [ReserveState.FULL]
+    end(core, reservations[0])
+    assert core.stranded_count in (0, 3)
+    assert reserve(core, 11)[0] == [ReserveState.RESERVED]
+    core.check_invariants()
+
+
+def test_a_stranded_slot_is_not_freed_by_another_owner() -> None:
+    core = make_core(slab_count=1)
+    _, (reservation,) = reserve(core, 1, path=TransferPath.SLAB)
+    assert reservation is not None
+    core.expire(now_s=30.0)
+    assert core.begin_commit(reservation, owner_id=BOB) is None
+    assert not core.abort(reservation, owner_id=BOB)
+    core.end_owner(BOB)
+    assert core.stranded_count == 1
+
+
+def test_the_slot_of_a_remote_writer_that_never_comes_back_is_free_in_the_end() -> None:
+    """It has no session that could end; who writes even later spoils what then fails its checksum."""
+    core = make_core(slab_count=1)
+    reserve(core, 1, 2, 3, 4, path=TransferPath.NIXL)
+    core.expire(now_s=30.0)
+    core.expire(now_s=329.0)
+    assert core.stranded_count == 4
+    core.expire(now_s=330.0)
+    assert core.stranded_count == 0
+    assert core.space.used_bytes == 0
+
+
+def test_a_session_that_ends_leaves_nothing_behind_and_others_keep_theirs() -> None:
+    core = make_core()
+    put(core, 1, 2)
+    for owner in (ALICE, BOB):
+        core.lease(SMALL.id, hashes(1), owner_id=owner, now_s=0.0, duration_s=60.0)
+    reserve(core, 11, path=TransferPath.SLAB)
+    core.expire(now_s=30.0)
+    reserve(core, 12, 13, path=TransferPath.SLAB, now_s=30.0)
+    reserve(core, 14, path=TransferPath.SLAB, owner_id=BOB, now_s=30.0)
+    assert core.end_owner(ALICE) == 2
+    assert (core.lease_count, core.reservation_count, core.stranded_count) == (1, 1, 0)
+    assert core.end_owner(ALICE) == 0
+    core.check_invariants()
+
+
+def test_a_block_written_again_has_another_generation() -> None:
+    core = make_core(slab_count=1)
+    seen = set()
+    for _ in range(3):
+        put(core, 1)
+        block = core.begin_read(SMALL.id, block_hash(1))
+        assert block is not None
+        seen.add((block.place, block.generation))
+        core.quarantine(SMALL.id, block_hash(1), block)
+        core.end_read(block, sent_bytes=0)
+    assert len({place for place, _ in seen}) == 1
+    assert len(seen) == 3
+
+
+def test_a_lease_of_single_blocks_takes_every_hit_and_counts_as_a_use() -> None:
+    core = make_core(slab_count=1)
+    put(core, 1)
+    put(core, 2)
+    reserve(core, 3)
+    leased = core.lease_stored(SMALL.id, hashes(9, 1, 3, 2), owner_id=ALICE, now_s=0.0, duration_s=9.0)
+    assert list(leased.states) == [BlockState.MISS, BlockState.HIT, BlockState.PENDING, BlockState.HIT]
+    assert [block.record.size_bytes for block in leased.blocks] == [1152, 1152]
+    assert reserve(core, 11, 12)[0] == [ReserveState.RESERVED, ReserveState.FULL]
+    assert leased.lease_id is not None
+    assert core.release_lease(leased.lease_id, owner_id=ALICE)
+    assert core.lease_stored(SMALL.id, hashes(9), owner_id=ALICE, now_s=0.0, duration_s=9.0).lease_id is None
+
+
+def test_bytes_of_a_stream_do_not_land_in_a_slot_that_a_client_writes() -> None:
+    core = make_core()
+    _, (reservation,) = reserve(core, 1, path=TransferPath.SLAB)
+    assert reservation is not None
+    assert core.begin_landing(reservation, owner_id=ALICE, offset_bytes=0, size_bytes=100) is None
+
+
+def test_stores_are_refused_while_too_much_is_on_its_way() -> None:
+    core = make_core()
+    put(core, 1)
+    states, reservations = core.reserve(
+        SMALL.id,
+        hashes(1, 2, 3),
+        parent_hash=None,
+        owner_id=ALICE,
+        now_s=0.0,
+        duration_s=9.0,
+        is_overloaded=True,
+    )
+    assert list(states) == [ReserveState.STORED, ReserveState.OVERLOADED, ReserveState.OVERLOADED]
+    assert reservations == [None] * 3
+    assert core.counters.refused_overloaded_count == 2
+
+
+# --- tenants
+
+
+def two_tenants(*, slab_count: int = 4) -> StoreCore:
+    core = make_core(slab_count=slab_count, tenant_count=2)
+    core.open_namespace(SMALL, payload_bytes=SMALL.block_layout.payload_bytes, tenant=ACME)
+    return core
+
+
+def put_in_the_end(core: StoreCore, number: int) -> None:
+    """As an engine that stores one block after the other, while the daemon replaces memory beside it."""
+    states, (reservation,) = reserve(core, number)
+    for slab in core.space.slabs_to_replace():
+        core.space.add_slab(slab)
+    if states == [ReserveState.FULL]:
+        _, (reservation,) = reserve(core, number)
+    commit(core, reservation)
+
+
+def test_what_one_tenant_stores_is_a_cold_miss_for_another() -> None:
+    """faults.md, identity: "Cross-tenant probe must look like a cold miss"."""
+    core = two_tenants()
+    put(core, 1, 2, tenant=ACME)
+    reserve(core, 3, parent=2, tenant=ACME)
+    assert states_of(core, 1, 2, 3) == [BlockState.MISS] * 3
+    assert reserve(core, 1, 3)[0] == [ReserveState.RESERVED] * 2
+    assert core.namespace_stats()[0].block_count == 0
+    with pytest.raises(NamespaceUnknownError):
+        core.lookup(scoped(Tenant("another"), SMALL.id), hashes(1))
+
+
+def test_a_slab_that_one_tenant_has_used_serves_another_only_with_new_memory() -> None:
+    core = two_tenants()
+    put(core, *range(16), tenant=ACME)
+    assert core._evict(1 << 30) == 16
+    assert [core.arena_owner(index) for index in range(4)] == [ACME] * 4
+    assert reserve(core, 1)[0] == [ReserveState.FULL]
+    (slab,) = core.space.slabs_to_replace()
+    assert core.arena_owner(slab) is None, "it may be mapped while its memory changes"
+    assert core.space.ready_bytes == 3 * SLAB_BYTES
+    core.space.add_slab(slab)
+    assert core.arena_owner(slab) == DEFAULT_TENANT
+    assert reserve(core, 1)[0] == [ReserveState.RESERVED]
+    core.check_invariants()
+
+
+def test_a_tenant_gets_its_share_back_from_one_that_has_more() -> None:
+    core = two_tenants()
+    put(core, *range(16), tenant=ACME)
+    for number in range(100, 116):
+        put_in_the_end(core, number)
+    assert states_of(core, *range(108, 116)) == [BlockState.HIT] * 8
+    assert states_of(core, *range(16), tenant=ACME).count(BlockState.HIT) == 8
+    core.check_invariants()
+
+
+def test_a_tenant_within_its_share_loses_nothing_to_others() -> None:
+    core = two_tenants()
+    put(core, *range(8), tenant=ACME)
+    for number in range(1000, 1100):
+        put_in_the_end(core, number)
+        core.evict_to_low_watermark()
+    assert states_of(core, *range(8), tenant=ACME) == [BlockState.HIT] * 8
+    assert states_of(core, 1099) == [BlockState.HIT]
+
+
+def test_a_tenant_cannot_fill_the_table_of_namespaces_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore_server.core.store.NAMESPACE_COUNT_MAX", 4)
+    core = two_tenants()
+    put(core, 1, tenant=ACME)
+    for number in range(10):
+        namespace = dataclasses.replace(SMALL, model=f"model {number}")
+        core.open_namespace(namespace, payload_bytes=namespace.block_layout.payload_bytes)
+    assert states_of(core, 1, tenant=ACME) == [BlockState.HIT]
+    assert len(core.namespace_stats()) == 2
+    assert len(core.namespace_stats(ACME)) == 1
+
+
+def test_without_tenants_the_whole_arena_is_everybodys() -> None:
+    core = make_core()
+    put(core, 1)
+    assert {core.arena_owner(index) for index in range(4)} == {DEFAULT_TENANT}

@@ -1,4 +1,7 @@
-"""Runs a command that dies with its parent, however that ends: `python -m gpu_agent.demo.tether PPID COMMAND…`."""
+"""Runs a command that dies with its parent, however that ends: `python -P tether.py PPID COMMAND…`.
+
+Run as a file, so that it costs an interpreter's start and no import of the package.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,139 @@
+"""Carries out the steps of flows, for threads: which transport and which path each one takes."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from kvstore.envelope import checksum
+from kvstore.errors import KvstoreError, UnavailableError
+from kvstore.messages import OwnerId, StoreInfo
+from kvstore.slab import Access
+from kvstore_client.config import ClientConfig
+from kvstore_client.flows.steps import Call, Checksum, ChoosePath, Fetch, Post, Read, Route, Send, Step, View, Write
+from kvstore_client.guard import Guard
+from kvstore_client.paths.slab import Arena, SlabSession
+from kvstore_client.paths.slab_calls import IDEMPOTENT, SessionLostError
+from kvstore_client.paths.ways import Ways
+
+if TYPE_CHECKING:
+    from kvstore_client.grpc_transport import GrpcTransport
+
+
+class Carrier:
+    """Calls go over the slab socket where the client is attached to one, else over gRPC. Threads may share it."""
+
+    def __init__(self, address: str, *, config: ClientConfig) -> None:
+        self._address = address
+        self._post_timeout_s = config.control_timeout_s
+        self._guard = Guard(address=address, config=config)
+        self._ways = Ways(address, config=config)
+        self._lock = threading.Lock()
+        self._grpc: GrpcTransport | None = None
+        self._is_closed = False
+
+    def carry_out(self, step: Step) -> object:
+        match step:
+            case Call(is_guarded=False):
+                return self._call(step)
+            case Call():
+                with self._guard.watching():
+                    return self._call(step)
+            case ChoosePath(is_write=is_write):
+                return self._choose(is_write=is_write)
+            case Fetch() | Send():
+                return self._move(step)
+            case View():
+                return self._ways.slab_mover.view(step)
+            case Post():
+                self._post(step)
+                return None
+            case Read() | Write():
+                with self._guard.watching():
+                    return self._over_grpc().carry_out(step)
+            case Checksum(blocks=blocks):
+                return [checksum(block) for block in blocks]
+
+    def session(self, owner_id: OwnerId) -> SlabSession | None:
+        """The session that holds what is reserved in this name, while it lives."""
+        return self._ways.session(owner_id)
+
+    def arenas(self) -> tuple[Arena, ...]:
+        """The daemon's memory as far as it is mapped now."""
+        return self._ways.arenas()
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            grpc = self._grpc
+        self._ways.close()
+        if grpc is not None:
+            grpc.close()
+
+    def _call(self, step: Call) -> object:
+        response = self._answer(step)
+        if isinstance(response, StoreInfo):
+            self._ways.note_info(response)
+        return response
+
+    def _answer(self, step: Call) -> object:
+        session = self._ways.session_of(step)
+        if session is None and self._ways.may_attach(Access.READ):
+            session = self._attach(Access.READ)
+        if session is not None:
+            try:
+                return session.calls.call(step.method, step.request, timeout_s=step.timeout_s)
+            except SessionLostError:
+                self._ways.lost(session)
+                if step.method.name not in IDEMPOTENT:
+                    raise
+                # The daemon was restarted, perhaps, and is back.
+                session = self._attach(Access.READ) if self._ways.may_attach(Access.READ) else None
+            if session is not None:
+                return session.calls.call(step.method, step.request, timeout_s=step.timeout_s)
+        self._ways.check_grpc(step)
+        return self._over_grpc().carry_out(step)
+
+    def _attach(self, access: Access) -> SlabSession | None:
+        session = self._ways.attach(access)
+        if session is None and self._ways.is_outdated:
+            self._ways.note_info(self._over_grpc().carry_out(self._ways.introduction))
+            session = self._ways.attach(access)
+        return session
+
+    def _post(self, step: Post) -> None:
+        session = self._ways.session_of(step)
+        if session is not None:
+            session.calls.post(step.method, step.request)
+            return
+        try:
+            self._over_grpc().post(step, timeout_s=self._post_timeout_s)
+        except UnavailableError:
+            return  # the client is closed
+
+    def _choose(self, *, is_write: bool) -> Route:
+        access = self._ways.needs_attaching(is_write=is_write)
+        if access is not None:
+            with suppress(KvstoreError):  # the next call finds out in its own time
+                self._attach(access)
+        return self._ways.route(is_write=is_write)
+
+    def _move(self, step: Fetch | Send) -> object:
+        mover = self._ways.mover(step.path)
+        try:
+            return mover.fetch(step) if isinstance(step, Fetch) else mover.send(step)
+        except KvstoreError as error:
+            self._ways.note_failure(step, error)
+            raise
+
+    def _over_grpc(self) -> GrpcTransport:
+        """Imported when it is needed: a client that is attached to the slab socket never loads gRPC."""
+        with self._lock:
+            if self._is_closed:
+                raise UnavailableError("the client is closed")
+            if self._grpc is None:
+                from kvstore_client.grpc_transport import GrpcTransport
+
+                self._grpc = GrpcTransport(self._address)
+            return self._grpc

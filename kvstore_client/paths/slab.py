@@ -1,0 +1,417 @@
+"""The slab path: this node's arenas, mapped, and the sessions that hold what is in use there.
+
+Format: docs/formats/slab.md.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvstore.envelope import ENVELOPE_BYTES, checksum
+from kvstore.errors import CorruptBlockError, ProtocolError, UnavailableError
+from kvstore.keys import BlockHash
+from kvstore.messages import BlockState, CommitState, Epoch, OwnerId
+from kvstore.namespace import Namespace
+from kvstore.slab import (
+    ARENA_REPLY_BYTES,
+    PAYLOAD_OFFSET_BYTES,
+    SLOT_HEADER_BYTES,
+    Access,
+    ArenaReply,
+    ConnectionKind,
+    Generation,
+    Hello,
+    SlotRecord,
+    SlotState,
+    decode_slot_records,
+    encode_arena_request,
+    encode_slot_header,
+    slot_state,
+)
+from kvstore_client.flows.steps import Fetch, SeenBlock, Send, View
+from kvstore_client.ids import new_owner_id
+from kvstore_client.paths.slab_calls import CallPool, SessionLostError, TimedSocket, too_late
+from kvstore_client.paths.slab_copy import Crew, load_slot, read_envelope, store_slot
+
+IsStopped = Callable[[], bool]
+
+
+def _never() -> bool:
+    return False
+
+
+class Arena:
+    """One arena, mapped. It stays mapped for as long as anything looks into it."""
+
+    __slots__ = ("incarnation", "is_read_only", "memory", "size_bytes")
+
+    def __init__(self, fd: int, reply: ArenaReply, *, access: Access) -> None:
+        self.is_read_only = access is Access.READ
+        protection = mmap.PROT_READ if access is Access.READ else mmap.PROT_READ | mmap.PROT_WRITE
+        self.memory = memoryview(mmap.mmap(fd, reply.size_bytes, flags=mmap.MAP_SHARED, prot=protection))
+        self.size_bytes = reply.size_bytes
+        self.incarnation = reply.incarnation
+
+
+class SlabSession:
+    """One SESSION connection: while it is open, the daemon keeps what is held in its name. Threads may share it."""
+
+    def __init__(self, path: Path, *, access: Access, timeout_s: float) -> None:
+        """Attaches. Raises `UnavailableError`, `DeadlineExceededError` or `ProtocolError`."""
+        self.id: OwnerId = new_owner_id()
+        self.path = path
+        self._timeout_s = timeout_s
+        hello = Hello(kind=ConnectionKind.SESSION, access=access, session_id=self.id)
+        try:
+            self._socket = TimedSocket(path, hello, timeout_s=timeout_s)
+        except (OSError, EOFError) as error:
+            raise UnavailableError(f"{path}: {getattr(error, 'strerror', None) or 'closed'}") from error
+        welcome = self._socket.welcome
+        self.epoch: Epoch = welcome.epoch
+        self.access = welcome.access
+        self.calls = CallPool(path, session_id=self.id)
+        self._arena_count = welcome.arena_count
+        self._arena_bytes = welcome.arena_bytes
+        self._arenas: dict[int, Arena] = {}
+        self._seen: dict[int, tuple[Generation, BlockHash, bytes]] = {}
+        self._lock = threading.Lock()
+        self._user_count = 0
+        self._is_closed = False
+        self.is_lost = False
+        _forked.add(self)
+
+    # --- what is held
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Around a copy: what is copied from or to is held by the session, which stays open until the last one ends."""
+        with self._lock:
+            if self._is_closed:
+                raise UnavailableError("the client is closed")
+            self._user_count += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._user_count -= 1
+            self._close_when_unused()
+
+    def close(self) -> None:
+        """Gives back all that the session holds, once no copy is under way."""
+        with self._lock:
+            self._is_closed = True
+        self.calls.close()
+        self._close_when_unused()
+
+    def _close_when_unused(self) -> None:
+        with self._lock:
+            if self._is_closed and not self._user_count:
+                self._socket.socket.close()
+
+    def after_fork(self) -> None:
+        """For the child: the session is its parent's, and must end with it."""
+        self.calls.close_descriptors()
+        self._socket.socket.close()
+        self.is_lost = True
+
+    def is_alive(self) -> bool:
+        """False once the daemon has closed the session, or has ended; costs one system call."""
+        try:
+            is_ended = self._socket.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return not is_ended  # what is there is the answer to another thread
+
+    # --- where things are
+
+    def arenas(self) -> tuple[Arena, ...]:
+        """What is mapped now."""
+        return tuple(self._arenas.values())
+
+    def is_mapped(self, records: Sequence[SlotRecord]) -> bool:
+        """Whether nothing has to be asked of the daemon to reach these slots."""
+        return all(record.place // self._arena_bytes in self._arenas for record in records)
+
+    def is_seen(self, records: Sequence[SlotRecord]) -> bool:
+        """Whether these slots were viewed before, as what they are now."""
+        seen = self._seen
+        return all(seen.get(record.place, (0,))[0] == record.generation for record in records)
+
+    def slot(self, record: SlotRecord, *, sequence: bytes, payload_bytes: int) -> memoryview:
+        """The slot of a block: header, envelope, payload. Asks for its arena (again) when it does not begin with
+        `sequence`; raises `ProtocolError` when the block does not fit there."""
+        index, start = divmod(record.place, self._arena_bytes)
+        end = start + PAYLOAD_OFFSET_BYTES + payload_bytes
+        is_inside = start + SLOT_HEADER_BYTES + record.size_bytes <= self._arena_bytes
+        if record.size_bytes < ENVELOPE_BYTES + payload_bytes or not is_inside:
+            raise ProtocolError(f"a slot of {record.size_bytes} bytes at {record.place} for {payload_bytes} bytes")
+        arena = self._arenas.get(index)
+        if arena is None or arena.memory[start : start + len(sequence)] != sequence:
+            arena = self._mapped(index, known=arena)
+        return arena.memory[start:end]
+
+    def _mapped(self, index: int, *, known: Arena | None) -> Arena:
+        if not 0 <= index < self._arena_count:
+            raise ProtocolError(f"arena {index}; the daemon has {self._arena_count}")
+        if known is not None and self._arena_count == 1:
+            return known  # nobody else's, ever
+        with self._lock:
+            found = self._arenas.get(index)
+            if found is not known and found is not None:
+                return found  # another thread was here first
+            reply, fd = self._ask_for(index)
+            try:
+                if known is not None and known.incarnation == reply.incarnation:
+                    return known
+                if not self._arena_bytes <= reply.size_bytes <= os.fstat(fd).st_size:
+                    raise ProtocolError(f"an arena of {reply.size_bytes} bytes that is not there")
+                found = self._arenas[index] = Arena(fd, reply, access=self.access)
+                return found
+            finally:
+                os.close(fd)
+
+    def _ask_for(self, index: int) -> tuple[ArenaReply, int]:
+        """The arena's descriptor, which the caller closes."""
+        descriptors: list[int] = []
+        try:
+            self._socket.start(self._timeout_s)
+            self._socket.send(encode_arena_request(index))
+            data, descriptors, _, _ = socket.recv_fds(self._socket.socket, ARENA_REPLY_BYTES, 1)
+            # An empty answer is the end of the connection, which `receive` finds, too.
+            data += self._socket.receive(ARENA_REPLY_BYTES - len(data))
+            return _granted(ArenaReply.decode(data), descriptors, index=index), descriptors[0]
+        except BaseException as error:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            self.is_lost = True  # half a reply may be under way, or whatever was not understood
+            match error:
+                case BlockingIOError():
+                    raise too_late("an arena", self._timeout_s) from error
+                case EOFError() | OSError():
+                    raise SessionLostError("the daemon has closed the slab session") from error
+            raise
+
+    # --- views
+
+    def view(
+        self, records: Sequence[SlotRecord], hashes: Sequence[BlockHash], *, namespace: Namespace, is_stopped: IsStopped
+    ) -> list[SeenBlock | BlockState]:
+        """Leased blocks in place, or what kept each from being one. Bytes are hashed at first sight only."""
+        seen: list[SeenBlock | BlockState] = []
+        namespace_id, slot_bytes = namespace.id, PAYLOAD_OFFSET_BYTES + namespace.block_layout.payload_bytes
+        for record, block_hash in zip(records, hashes, strict=True):
+            if is_stopped():
+                break
+            place, generation, _ = record
+            if self._seen.get(place) == (generation, block_hash, namespace_id):
+                index, start = divmod(place, self._arena_bytes)
+                slot = self._arenas[index].memory[start : start + slot_bytes]
+                is_readable = slot_state(slot[:SLOT_HEADER_BYTES], generation) is not SlotState.GONE
+                seen.append(SeenBlock(slot, generation) if is_readable else BlockState.MISS)
+            else:
+                seen.append(self._first_view(record, namespace=namespace, block_hash=block_hash))
+        return seen
+
+    def _first_view(self, record: SlotRecord, *, namespace: Namespace, block_hash: BlockHash) -> SeenBlock | BlockState:
+        generation = record.generation
+        payload_bytes = namespace.block_layout.payload_bytes
+        slot = self.slot(record, sequence=_readable(generation), payload_bytes=payload_bytes)
+        header = slot[:SLOT_HEADER_BYTES]
+        state = slot_state(header, generation)
+        if state is SlotState.GONE:
+            return BlockState.MISS
+        try:
+            envelope = read_envelope(slot, namespace=namespace, block_hash=block_hash, payload_bytes=payload_bytes)
+            payload = slot[PAYLOAD_OFFSET_BYTES:]
+            is_sound = state is SlotState.VERIFIED or checksum(payload) == envelope.payload_checksum
+        except CorruptBlockError:
+            is_sound = False
+        if slot_state(header, generation) is SlotState.GONE:
+            return BlockState.MISS
+        if not is_sound:
+            return BlockState.CORRUPT
+        self._seen[record.place] = (generation, block_hash, namespace.id)
+        return SeenBlock(slot, generation)
+
+
+class SlabMover:
+    """Moves blocks between the caller's memory and slots. `find` gives the session of an id while it lives."""
+
+    def __init__(self, find: Callable[[OwnerId | None], SlabSession | None], *, copy_thread_count_max: int) -> None:
+        self._find = find
+        self._crew = Crew(thread_count_max=copy_thread_count_max)
+        _forked.add(self)
+
+    def fetch(self, step: Fetch, *, is_stopped: IsStopped = _never) -> list[BlockState]:
+        """See `Mover`; blocks that are left when `is_stopped` are misses."""
+        session = self._session(step)
+        records, payload_bytes = _records(step), step.namespace.block_layout.payload_bytes
+        states = [BlockState.MISS] * len(records)
+
+        def load(index: int) -> None:
+            record = records[index]
+            states[index] = load_slot(
+                session.slot(record, sequence=_readable(record.generation), payload_bytes=payload_bytes),
+                step.targets[index],
+                generation=record.generation,
+                namespace=step.namespace,
+                block_hash=step.hashes[index],
+            )
+
+        with session.used():
+            self._crew.run(load, block_count=len(records), block_bytes=payload_bytes, is_stopped=is_stopped)
+        return states
+
+    def send(self, step: Send, *, is_stopped: IsStopped = _never) -> list[CommitState] | None:
+        """See `Mover`; what is left when `is_stopped` is not in its slot, and the daemon will not commit it."""
+        session = self._session(step)
+        records, payload_bytes = _records(step), step.namespace.block_layout.payload_bytes
+
+        def store(index: int) -> None:
+            record = records[index]
+            sequence = encode_slot_header(record.generation, is_readable=False, is_verified=False)
+            slot = session.slot(record, sequence=sequence, payload_bytes=payload_bytes)
+            # Otherwise it is nobody's or somebody else's slot, and the daemon will say so when asked to commit.
+            if slot[:SLOT_HEADER_BYTES] == sequence:
+                store_slot(slot, step.blocks[index], namespace=step.namespace, block_hash=step.hashes[index])
+
+        with session.used():
+            self._crew.run(store, block_count=len(records), block_bytes=payload_bytes, is_stopped=is_stopped)
+        return None
+
+    def view(self, step: View, *, is_stopped: IsStopped = _never) -> list[SeenBlock | BlockState]:
+        """What is left when `is_stopped` is left out."""
+        session = self._session(step)
+        with session.used():
+            return session.view(_records(step), step.hashes, namespace=step.namespace, is_stopped=is_stopped)
+
+    def is_mapped(self, step: Fetch | Send | View) -> bool:
+        """Whether the step asks nothing of the daemon."""
+        session = self._find(step.owner_id)
+        return session is None or session.is_mapped(decode_slot_records(step.slots))
+
+    def is_seen(self, step: View) -> bool:
+        """Whether the step asks nothing of the daemon and hashes nothing."""
+        session = self._find(step.owner_id)
+        return session is None or session.is_seen(decode_slot_records(step.slots))
+
+    def close(self) -> None:
+        self._crew.close()
+
+    def after_fork(self) -> None:
+        self._crew.after_fork()
+
+    def _session(self, step: Fetch | Send | View) -> SlabSession:
+        session = self._find(step.owner_id)
+        if session is None:
+            raise UnavailableError("the slab session has ended, and what it held with it")
+        return session
+
+
+class OtherEpochError(UnavailableError):
+    """Somebody else answers at the slab socket than the daemon that has named it."""
+
+
+class SlabLink:
+    """A client's sessions with the daemon of its node: one that reads, and from the first put on one that writes."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[Access, SlabSession] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def living(self, access: Access) -> SlabSession | None:
+        """The session, after a look at whether the daemon still is there."""
+        session = self.session(access)
+        if session is not None and not session.is_alive():
+            self.drop(session)
+            return None
+        return session
+
+    def session(self, access: Access) -> SlabSession | None:
+        session = self._sessions.get(access)
+        if session is not None and session.is_lost:
+            self.drop(session)
+            return None
+        return session
+
+    def find(self, owner_id: OwnerId | None) -> SlabSession | None:
+        for session in tuple(self._sessions.values()):
+            if session.id == owner_id:
+                return session
+        return None
+
+    def arenas(self) -> tuple[Arena, ...]:
+        return tuple(arena for session in tuple(self._sessions.values()) for arena in session.arenas())
+
+    def attach(self, path: Path, *, access: Access, epoch: Epoch | None, timeout_s: float) -> SlabSession:
+        """The session for `access`, attached if need be, with the daemon of this epoch. Raises a `KvstoreError`."""
+        with self._lock:
+            if self._is_closed:
+                raise UnavailableError("the client is closed")
+            known = self.session(access)
+            if known is not None:
+                return known
+            session = SlabSession(path, access=access, timeout_s=timeout_s)
+            if epoch is not None and session.epoch != epoch:
+                session.close()
+                raise OtherEpochError(f"{path} belongs to another daemon, or another start of it")
+            self._sessions[access] = session
+            return session
+
+    def drop(self, session: SlabSession) -> None:
+        """Lets go of a session that has ended, or of one whose daemon is not the one that answers now."""
+        for access, known in tuple(self._sessions.items()):
+            if known is session:
+                self._sessions.pop(access, None)
+        session.close()
+
+    def drop_others(self, epoch: Epoch) -> None:
+        for session in tuple(self._sessions.values()):
+            if session.epoch != epoch:
+                self.drop(session)
+
+    def close(self) -> None:
+        self._is_closed = True
+        for session in tuple(self._sessions.values()):
+            self.drop(session)
+
+
+def _granted(reply: ArenaReply, descriptors: Sequence[int], *, index: int) -> ArenaReply:
+    if not reply.is_granted:
+        raise ProtocolError(f"arena {index} holds blocks of ours, but the daemon does not hand it out")
+    if reply.index != index or not descriptors:
+        raise ProtocolError(f"asked for arena {index}, got {reply} with {len(descriptors)} descriptors")
+    return reply
+
+
+def _readable(generation: Generation) -> bytes:
+    return (generation << 1 | 1).to_bytes(8, "little")
+
+
+def _records(step: Fetch | Send | View) -> list[SlotRecord]:
+    records = decode_slot_records(step.slots)
+    if len(records) != len(step.hashes):
+        raise ProtocolError(f"{len(records)} slots for {len(step.hashes)} blocks")
+    return records
+
+
+_forked: weakref.WeakSet[SlabSession | SlabMover] = weakref.WeakSet()
+"""What a child process inherits and must not use."""
+
+
+def _after_fork_in_child() -> None:
+    for inherited in tuple(_forked):
+        inherited.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,193 @@
+"""The ways to its daemon that one client has open; both drivers go through here."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+
+from kvstore import wire
+from kvstore.errors import DeadlineExceededError, KvstoreError, UnavailableError
+from kvstore.messages import GetStoreInfoRequest, OwnerId, StoreInfo, TransferPath
+from kvstore.slab import Access
+from kvstore_client.address import is_trusted_socket
+from kvstore_client.config import ClientConfig
+from kvstore_client.flows.steps import Call, Fetch, Post, Route, Send
+from kvstore_client.paths.choose import Choice, transport_in_force
+from kvstore_client.paths.mover import Mover
+from kvstore_client.paths.slab import Arena, OtherEpochError, SlabLink, SlabMover, SlabSession
+
+_log = logging.getLogger("kvstore.client")
+
+
+class Ways:
+    """Sessions, movers and what is known of paths. Only `attach` waits for anybody; threads may share it."""
+
+    def __init__(self, address: str, *, config: ClientConfig) -> None:
+        transport = transport_in_force(config.transport, os.environ)
+        self._attach_timeout_s = config.attach_timeout_s
+        self._choice = Choice(transport=transport, address=address)
+        self.introduction = Call(
+            method=wire.GET_STORE_INFO, request=GetStoreInfoRequest(), timeout_s=config.attach_timeout_s
+        )
+        self._link = SlabLink()
+        self.slab_mover = SlabMover(self._link.find, copy_thread_count_max=config.copy_thread_count_max)
+        self._lock = threading.Lock()
+        self._movers: dict[TransferPath, Mover] = {}
+        self._reason = "the daemon offers no slab socket"
+        self._has_told = False
+        self._may_write = True
+        self._is_closed = False
+        self.is_outdated = False
+        """True when the daemon should be asked who it is, for it may have been started anew."""
+
+    # --- control
+
+    def session_of(self, step: Call | Post) -> SlabSession | None:
+        """The session that a call belongs to or may travel with."""
+        owner_id = getattr(step.request, "owner_id", None)
+        link = self._link
+        return (owner_id and link.find(owner_id)) or link.session(Access.READ) or link.session(Access.WRITE)
+
+    def session(self, owner_id: OwnerId) -> SlabSession | None:
+        """The session of this id, while it lives."""
+        return self._link.find(owner_id)
+
+    def arenas(self) -> tuple[Arena, ...]:
+        return self._link.arenas()
+
+    def may_attach(self, access: Access) -> bool:
+        """Whether to `attach` now; costs nothing to ask before each call."""
+        choice = self._choice
+        if self._is_closed or choice.slab_socket is None or (access is Access.WRITE and not self._may_write):
+            return False
+        return choice.may_try(TransferPath.SLAB, now_s=time.monotonic())
+
+    def attach(self, access: Access) -> SlabSession | None:
+        """Opens a session; None, and a reason to tell, when there is none to be had. A hung daemon raises."""
+        socket = self._choice.slab_socket
+        if socket is None:
+            return None
+        try:
+            self._check_trusted(Path(socket))
+            session = self._link.attach(
+                Path(socket), access=access, epoch=self._choice.slab_epoch, timeout_s=self._attach_timeout_s
+            )
+        except DeadlineExceededError:
+            raise
+        except KvstoreError as error:
+            self.is_outdated = isinstance(error, OtherEpochError)
+            self._reason = str(error)
+            self._choice.note_failure(TransferPath.SLAB, now_s=time.monotonic())
+            return None
+        self._may_write = access is Access.READ or session.access is Access.WRITE
+        return session
+
+    def lost(self, session: SlabSession) -> None:
+        self._link.drop(session)
+
+    def note_info(self, info: object) -> None:
+        """The daemon has introduced itself; what an earlier start of it handed out is void."""
+        assert isinstance(info, StoreInfo), f"{info!r} is no introduction"
+        self.is_outdated = False
+        self._choice.note_info(info)
+        self._link.drop_others(info.epoch)
+
+    def check_grpc(self, step: Call) -> None:
+        """Raises where gRPC would only hide that the transport that was insisted on is not there."""
+        if self._is_closed:
+            raise UnavailableError("the client is closed")
+        # Who the daemon is may always be asked: the answer says where the slab socket is.
+        if self._choice.transport == "slab" and step.is_guarded and step.method is not wire.GET_STORE_INFO:
+            raise UnavailableError(f"transport is 'slab', but {self._reason}")
+
+    # --- blocks
+
+    def needs_attaching(self, *, is_write: bool) -> Access | None:
+        """What session to attach before `route` is asked."""
+        access = Access.WRITE if is_write else Access.READ
+        return access if self._link.living(access) is None and self.may_attach(access) else None
+
+    def route(self, *, is_write: bool) -> Route:
+        session = self._link.session(Access.WRITE if is_write else Access.READ)
+        has_slab = session is not None and (session.access is Access.WRITE or not is_write)
+        path = self._choice.path(has_slab=has_slab, now_s=time.monotonic())
+        if path is TransferPath.SLAB:
+            if session is None or not has_slab:
+                raise UnavailableError(f"transport is 'slab', but {self._missing(session)}")
+            return Route(path=path, owner_id=session.id)
+        self._tell(path, session)
+        return Route(path=path)
+
+    def mover(self, path: TransferPath) -> Mover:
+        """Raises `UnavailableError` when the path is not there."""
+        if path is TransferPath.SLAB:
+            return self.slab_mover
+        with self._lock:
+            if self._is_closed:
+                raise UnavailableError("the client is closed")
+            found = self._movers.get(path)
+            if found is None:
+                found = self._movers[path] = self._new_mover(path)
+            return found
+
+    def note_failure(self, step: Fetch | Send, error: KvstoreError) -> None:
+        """A path failed: others are taken for a while, and it is set up anew after that."""
+        if step.path is TransferPath.SLAB or not isinstance(error, (UnavailableError, DeadlineExceededError)):
+            return
+        _log.warning("the %s path failed and rests for a while: %s", step.path.name.lower(), error)
+        self._choice.note_failure(step.path, now_s=time.monotonic())
+        with self._lock:
+            failed = self._movers.pop(step.path, None)
+        if failed is not None:
+            failed.close()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._link.close()
+        self.slab_mover.close()
+        with self._lock:
+            movers, self._movers = list(self._movers.values()), {}
+        for mover in movers:
+            mover.close()
+
+    def _new_mover(self, path: TransferPath) -> Mover:
+        choice = self._choice
+        if path is TransferPath.BULK:
+            from kvstore_client.paths.bulk import BulkMover
+
+            if choice.bulk_endpoint is None:
+                raise UnavailableError("transport is 'bulk', but the daemon offers no data port")
+            host, port = choice.bulk_endpoint
+            return BulkMover(host, port)
+        from kvstore_client.paths.nixl import NixlMover
+
+        if choice.offers is None or not choice.offers.nixl_metadata:
+            raise UnavailableError("transport is 'nixl', but the daemon does not offer it: see `nixl.enabled`")
+        return NixlMover(choice.offers.nixl_metadata)
+
+    def _check_trusted(self, path: Path) -> None:
+        if is_trusted_socket(path):
+            return
+        try:
+            owner = path.lstat().st_uid
+        except OSError as error:
+            raise UnavailableError(f"{path}: {error.strerror}") from error
+        grpc_socket = path.parent / path.stem
+        if self._choice.address == f"unix:{grpc_socket}" and grpc_socket.lstat().st_uid == owner:
+            return  # as good as the socket that the caller has named
+        raise UnavailableError(f"{path} belongs to user {owner}, who is neither this process's user nor root")
+
+    def _tell(self, path: TransferPath, session: SlabSession | None) -> None:
+        if self._has_told or self._choice.transport != "auto" or not self._choice.is_same_node:
+            return
+        self._has_told = True
+        reason = self._missing(session)
+        _log.warning("blocks travel over %s, not through shared memory: %s", path.name.lower(), reason)
+
+    def _missing(self, session: SlabSession | None) -> str:
+        if self._is_closed:
+            return "the client is closed"
+        return "the daemon grants this user reading only" if session is not None else self._reason

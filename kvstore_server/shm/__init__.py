@@ -1,0 +1,1 @@
+"""The memory tier's bytes: memory that other processes can map."""

@@ -76,7 +76,7 @@ class Client:
         """Loads blocks into the caller's memory: one buffer for all, or one per block.
 
         A block that is a HIT was verified and is wholly there. The memory of a MISS is untouched, unless the block
-        left the store while it was being copied; what that, or a block that is CORRUPT, leaves there is of no use.
+        left the store, or its transfer broke, on the way; what that, or a block that is CORRUPT, leaves is of no use.
         """
         check_blocks(namespace, hashes)
         targets = block_views(

@@ -35,7 +35,7 @@ class LookupResult:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GetResult:
     """HIT means: verified, and wholly in the caller's buffer. Buffers of other blocks hold nothing of use; that of a
-    MISS is as it was, unless the block left the store while it was being copied."""
+    MISS is as it was, unless the block left the store, or its transfer broke, while it was on its way."""
 
     states: tuple[BlockState, ...]
     matched_count: int

@@ -76,10 +76,14 @@ class DaemonProcess:
             time.sleep(0.01)
         ready = json.loads(ready_path.read_text())
         self._ports = {kind: int(ready[f"{kind}_address"].rpartition(":")[2]) for kind in self._ports}
-        with Client(self.address) as client:
-            while (stats := client.stats()).ready_bytes < stats.capacity_bytes:
-                assert time.monotonic() < deadline_s, "the arena is not getting ready"
-                time.sleep(0.01)
+        try:
+            with Client(self.address) as client:
+                while (stats := client.stats()).ready_bytes < stats.capacity_bytes:
+                    assert time.monotonic() < deadline_s, "the arena is not getting ready"
+                    time.sleep(0.01)
+        except BaseException:
+            self.kill()  # nobody knows of it yet who would
+            raise
 
     def stop(self) -> int:
         """SIGTERM, and the exit code."""

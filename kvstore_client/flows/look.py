@@ -114,18 +114,15 @@ def _place(
     """Puts what was seen beside what was not there; returns what did not verify."""
     start = len(states)
     states += leased.states
-    if len(seen) == len(leased.states):
-        blocks += [block if isinstance(block, SeenBlock) else None for block in seen]
-    else:
-        blocks += [None] * len(leased.states)
-        for index, block in zip(leased.hits, seen, strict=True):
-            blocks[start + index] = block if isinstance(block, SeenBlock) else None
+    blocks += [None] * len(leased.states)
     unverified = []
     for index, block, block_hash in zip(leased.hits, seen, wanted, strict=True):
-        if not isinstance(block, SeenBlock):
-            states[start + index] = block
-            if block is BlockState.CORRUPT:
-                unverified.append(block_hash)
+        if isinstance(block, SeenBlock):
+            blocks[start + index] = block
+            continue
+        states[start + index] = block
+        if block is BlockState.CORRUPT:
+            unverified.append(block_hash)
     return unverified
 
 

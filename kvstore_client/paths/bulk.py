@@ -234,7 +234,8 @@ def _send_blocks(link: Link, step: Send, hashing: Executor) -> None:
         block_count=len(step.hashes),
         following_bytes=sum(BLOCK_HEADER_BYTES + ENVELOPE_BYTES + len(block) for block in step.blocks),
     )
-    parts: list[Buffer] = [request.encode()]
+    link.send([request.encode()])  # the daemon redeems the ticket while the first block is hashed
+    parts: list[Buffer] = []
     gathered_bytes = 0
     last = len(step.hashes) - 1
     checksums = _checksums(step.blocks, hashing)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvstore.envelope import ENVELOPE_BYTES, checksum
 from kvstore.errors import CorruptBlockError, ProtocolError, UnavailableError
-from kvstore.keys import BlockHash
+from kvstore.keys import BlockHash, NamespaceId
 from kvstore.messages import BlockState, CommitState, Epoch, OwnerId
 from kvstore.namespace import Namespace
 from kvstore.slab import (
@@ -80,7 +80,8 @@ class SlabSession:
         self._arena_count = welcome.arena_count
         self._arena_bytes = welcome.arena_bytes
         self._arenas: dict[int, Arena] = {}
-        self._seen: dict[int, tuple[Generation, BlockHash, bytes]] = {}
+        self._seen: dict[int, tuple[Generation, BlockHash, NamespaceId, bytes]] = {}
+        """By place: what was found to be whole there, and the header that it had."""
         self._lock = threading.Lock()
         self._user_count = 0
         self._is_closed = False
@@ -143,8 +144,10 @@ class SlabSession:
 
     def is_seen(self, records: Sequence[SlotRecord]) -> bool:
         """Whether these slots were viewed before, as what they are now."""
-        seen = self._seen
-        return all(seen.get(record.place, (0,))[0] == record.generation for record in records)
+        found = (self._seen.get(record.place) for record in records)
+        return all(
+            known is not None and known[0] == record.generation for known, record in zip(found, records, strict=True)
+        )
 
     def slot(self, record: SlotRecord, *, sequence: bytes, payload_bytes: int) -> memoryview:
         """The slot of a block: header, envelope, payload. Asks for its arena (again) when it does not begin with
@@ -209,16 +212,18 @@ class SlabSession:
         seen: list[SeenBlock | BlockState] = []
         namespace_id, slot_bytes = namespace.id, PAYLOAD_OFFSET_BYTES + namespace.block_layout.payload_bytes
         for record, block_hash in zip(records, hashes, strict=True):
-            if is_stopped():
-                break
             place, generation, _ = record
-            if self._seen.get(place) == (generation, block_hash, namespace_id):
-                index, start = divmod(place, self._arena_bytes)
-                slot = self._arenas[index].memory[start : start + slot_bytes]
-                is_readable = slot_state(slot[:SLOT_HEADER_BYTES], generation) is not SlotState.GONE
-                seen.append(SeenBlock(slot, generation) if is_readable else BlockState.MISS)
-            else:
+            known = self._seen.get(place)
+            if known is None or known[:3] != (generation, block_hash, namespace_id):
+                if is_stopped():
+                    break
                 seen.append(self._first_view(record, namespace=namespace, block_hash=block_hash))
+                continue
+            index, start = divmod(place, self._arena_bytes)
+            slot = self._arenas[index].memory[start : start + slot_bytes]
+            header = bytes(slot[:SLOT_HEADER_BYTES])
+            is_readable = header == known[3] or slot_state(header, generation) is not SlotState.GONE
+            seen.append(SeenBlock(slot, generation) if is_readable else BlockState.MISS)
         return seen
 
     def _first_view(self, record: SlotRecord, *, namespace: Namespace, block_hash: BlockHash) -> SeenBlock | BlockState:
@@ -239,7 +244,7 @@ class SlabSession:
             return BlockState.MISS
         if not is_sound:
             return BlockState.CORRUPT
-        self._seen[record.place] = (generation, block_hash, namespace.id)
+        self._seen[record.place] = (generation, block_hash, namespace.id, bytes(header))
         return SeenBlock(slot, generation)
 
 
@@ -290,9 +295,8 @@ class SlabMover:
 
     def view(self, step: View, *, is_stopped: IsStopped = _never) -> list[SeenBlock | BlockState]:
         """What is left when `is_stopped` is left out."""
-        session = self._session(step)
-        with session.used():
-            return session.view(_records(step), step.hashes, namespace=step.namespace, is_stopped=is_stopped)
+        # Not `used`: when the session ends meanwhile, so do the leases, and the headers tell.
+        return self._session(step).view(_records(step), step.hashes, namespace=step.namespace, is_stopped=is_stopped)
 
     def is_mapped(self, step: Fetch | Send | View) -> bool:
         """Whether the step asks nothing of the daemon."""

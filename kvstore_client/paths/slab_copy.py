@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from typing import TypeAlias
 
 import numpy as np
@@ -141,7 +142,9 @@ class Crew:
                     return
                 work(index)
 
-        helping = [self._pool().submit(share) for _ in range(helper_count)]
+        helping: list[Future[None]] = []
+        with suppress(RuntimeError):  # closed by another thread just now, or the interpreter is ending: then alone
+            helping += [self._pool().submit(share) for _ in range(helper_count)]
         try:
             share()
         finally:
@@ -187,12 +190,13 @@ class _Load:
             os.close(self._file)
 
 
-def _exhaust(left: object) -> None:
-    for _ in left:  # type: ignore[attr-defined]
+def _exhaust(left: Iterator[int]) -> None:
+    for _ in left:
         pass
 
 
 def _join(helping: list[Future[None]]) -> None:
-    for helper in helping:
-        if not helper.cancel():
-            helper.result()
+    started = [helper for helper in helping if not helper.cancel()]
+    wait(started)
+    for helper in started:
+        helper.result()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from math import inf
 from typing import NamedTuple, Protocol
 
@@ -232,16 +233,17 @@ class StoreCore:
     def lookup(self, namespace_id: ScopedId, hashes: Sequence[BlockHash]) -> Found:
         """What is here of these blocks. Changes nothing but counters."""
         entry = self._entry(namespace_id)
-        is_stored = bytes(map(entry.stored.__contains__, hashes))
-        states = bytearray(is_stored.translate(_STATE_OF_IS_STORED))
-        matched_count = is_stored.find(0)
-        if matched_count < 0:
-            matched_count = len(hashes)
-        elif pending := entry.pending:
-            for index in range(matched_count, len(hashes)):
-                if not is_stored[index] and hashes[index] in pending:
-                    states[index] = BlockState.PENDING
-        return Found(bytes(states), is_stored.translate(_TIER_OF_IS_STORED), matched_count)
+        # No step of the interpreter per block: this is what every prompt waits for.
+        has = entry.stored.__contains__
+        matched_count = len(list(takewhile(has, hashes)))
+        is_stored = b"\1" * matched_count + bytes(list(map(has, hashes[matched_count:])))
+        states = is_stored.translate(_STATE_OF_IS_STORED)
+        if entry.pending and matched_count < len(hashes):
+            states = bytes(
+                BlockState.PENDING if state != BlockState.HIT and block_hash in entry.pending else state
+                for state, block_hash in zip(states, hashes, strict=True)
+            )
+        return Found(states, is_stored.translate(_TIER_OF_IS_STORED), matched_count)
 
     def is_pending(self, namespace_id: ScopedId, block_hash: BlockHash) -> bool:
         return block_hash in self._entry(namespace_id).pending

@@ -144,7 +144,13 @@ class BulkServer:
             thread = threading.Thread(target=self._serve, args=(sock,), name="kvstore-bulk", daemon=True)
             with self._lock:
                 self._connections[thread] = None
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:
+                with self._lock:
+                    del self._connections[thread]
+                _refuse(sock, "the daemon can have no more threads; try again")
+                self._stopping.wait(_ACCEPT_PAUSE_S)
 
     def _has_room(self) -> bool:
         """Whether one more connection may come; the one that has been idle for longest gives way to it."""
@@ -193,6 +199,8 @@ class BulkServer:
             self._idle[link] = None
         try:
             try:
+                if self._stopping.is_set():  # since before we were seen to be idle
+                    return False
                 request = TransferRequest.decode(link.receive(REQUEST_BYTES))
             finally:
                 with self._lock:
@@ -216,8 +224,13 @@ class BulkServer:
             return False
         if request.direction is Direction.READ:
             self._send_blocks(link, transfer)
-        else:
-            self._receive_blocks(link, transfer, following_bytes=request.following_bytes)
+            return not self._stopping.is_set()
+        try:
+            states = self._receive_blocks(link, transfer, following_bytes=request.following_bytes)
+        except ProtocolError as error:
+            _send_refusal(link, str(error))
+            raise
+        link.send([TransferReply(BulkStatus.OK, len(states), len(states)).encode(), states])
         return not self._stopping.is_set()
 
     # --- blocks
@@ -239,7 +252,7 @@ class BulkServer:
         finally:
             self._desk.finish_read(transfer.transfer_id, sent_count=sent_count)
 
-    def _receive_blocks(self, link: Link, transfer: Transfer, *, following_bytes: int) -> None:
+    def _receive_blocks(self, link: Link, transfer: Transfer, *, following_bytes: int) -> bytes:
         landings: list[Landing] | None = None
         checks: list[Future[CommitState]] = []
         try:
@@ -247,13 +260,10 @@ class BulkServer:
             sizes_bytes = self._land(link, transfer, checks)
             _check_total(sizes_bytes, following_bytes)
             landings = [Landing(size, check.result()) for size, check in zip(sizes_bytes, checks, strict=True)]
-        except ProtocolError as error:
-            _send_refusal(link, str(error))
-            raise
         finally:
             wait(checks)  # they look into the slots
             states = self._desk.finish_write(transfer.transfer_id, landings)
-        link.send([TransferReply(BulkStatus.OK, len(states), len(states)).encode(), states])
+        return states
 
     def _land(self, link: Link, transfer: Transfer, checks: list[Future[CommitState]]) -> list[int]:
         """Receives each block while another thread verifies the one before; returns their sizes."""

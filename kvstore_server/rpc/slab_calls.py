@@ -310,25 +310,23 @@ class _Rest:
     def __init__(self, call: Coroutine[Any, Any, tuple[int, bytes]], waits_for: Any) -> None:
         self._call = call
         self._waits_for = waits_for
+        self._is_taken_over = False
         self.cancelled: asyncio.CancelledError | None = None
 
     def __await__(self) -> Generator[Any, Any, tuple[int, bytes]]:
-        waits_for = self._waits_for
-        thrown: BaseException | None = self.cancelled
-        try:
-            while True:
-                if thrown is None:
-                    try:
-                        yield waits_for
-                    except BaseException as error:  # noqa: BLE001  (it belongs to the call, whatever it is)
-                        thrown = error
-                if thrown is None:
-                    waits_for = self._call.send(None)
-                else:
-                    waits_for, thrown = self._call.throw(thrown), None
-        except StopIteration as answered:
-            answer: tuple[int, bytes] = answered.value
-            return answer
+        return cast("Generator[Any, Any, tuple[int, bytes]]", self)  # as far as `await` needs it
+
+    def __iter__(self) -> _Rest:
+        return self
+
+    def __next__(self) -> Any:
+        if self._is_taken_over:
+            return self._call.send(None)
+        self._is_taken_over = True
+        return self._waits_for if self.cancelled is None else self._call.throw(self.cancelled)
+
+    def throw(self, *error: Any) -> Any:
+        return self._call.throw(*error)
 
 
 def _failure(error: KvstoreError) -> tuple[int, bytes]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, NewType, Protocol, TypeVar
 
 from kvstore.bulk import Direction, TransferRequest
-from kvstore.errors import UnavailableError
+from kvstore.errors import InternalError, KvstoreError, UnavailableError
 from kvstore.keys import BlockHash, NamespaceId
 from kvstore.messages import TICKET_BYTES, CommitState, LeaseId, OwnerId, ReservationId, Ticket
 from kvstore_server.core.in_flight import ClientId, LoadId
@@ -293,8 +293,11 @@ class LoopDesk:
             except AssertionError as bug:
                 answer.set_exception(UnavailableError(f"the daemon met a bug and stops: {bug}"))
                 self._on_bug(bug)
-            except Exception as error:  # noqa: BLE001  (whatever it is, a thread waits for it)
+            except KvstoreError as error:
                 answer.set_exception(error)
+            finally:
+                if not answer.done():  # a thread waits; what it was is the loop's to report
+                    answer.set_exception(InternalError("the transfer failed; see the daemon's log"))
 
         try:
             self._loop.call_soon_threadsafe(run)

@@ -198,6 +198,25 @@ def test_a_lease_holds_the_matched_prefix_until_released(client: AnyClient) -> N
     lease.release()
 
 
+def test_views_show_what_was_stored_and_nothing_stays_held(client: AnyClient, where: Where) -> None:
+    space, hashes = namespace(), chain(4)
+    blocks = payloads(space, 4)
+    assert client.put(space, hashes[:3], blocks[:3]).stored_count == 3
+    for _ in range(3):
+        with client.view(space, hashes, lease_s=60.0) as views:
+            assert (views.states, views.matched_count, views.error) == ((HIT, HIT, HIT, MISS), 3, None)
+            assert (len(views), views[3]) == (4, None)
+            for index in range(3):
+                view = views[index]
+                assert view is not None
+                assert (view.payload, view.is_valid(), view.is_copy) == (blocks[index], True, where.transport != "slab")
+                assert view.numpy(plane="v").tobytes() == blocks[index][128:]
+            assert views.renew(lease_s=30.0)
+            assert client.stats().lease_count == (1 if where.transport == "slab" else 0)
+    assert client.stats().lease_count == 0
+    assert client.view(space, []).states == ()
+
+
 def test_nothing_matched_is_nothing_leased(client: AnyClient) -> None:
     with client.acquire(namespace(), chain(2)) as lease:
         assert (lease.matched_count, lease.error) == (0, None)

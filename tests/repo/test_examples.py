@@ -60,9 +60,17 @@ def test_the_program_in_the_client_page_computes_everything_without_a_daemon(tmp
 
 
 def test_the_asyncio_program_in_the_client_page_goes_on_from_the_first(daemon: DaemonProcess, program: Path) -> None:
-    program.write_text("\n".join(code_in("client.md")), encoding="utf-8")
+    program.write_text("\n".join(code_in("client.md")[:2]), encoding="utf-8")
     said = run(program, address=daemon.unix_address)
     assert said == "0 of 6 blocks reused, 6 stored\n6 of 6 blocks are there\n"
+
+
+def test_the_views_in_the_client_page_show_what_the_first_program_stored(daemon: DaemonProcess, program: Path) -> None:
+    pytest.importorskip("torch")
+    whole, _, views = code_in("client.md")
+    program.write_text(f"{whole}\n{views}", encoding="utf-8")
+    said = run(program, address=daemon.unix_address)
+    assert said == "0 of 6 blocks reused, 6 stored\n6 blocks in view\n"
 
 
 def test_the_program_in_the_agent_page_goes_on_from_the_client_page(daemon: DaemonProcess, program: Path) -> None:

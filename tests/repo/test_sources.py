@@ -70,7 +70,7 @@ def raises_again(handler: ast.ExceptHandler) -> bool:
 
 
 def test_any_exception_is_caught_only_where_an_rpc_becomes_a_status() -> None:
-    """One place in each process. What catches everything, tidies up and raises again is no catch."""
+    """One place for each transport. What catches everything, tidies up and raises again is no catch."""
     found = [
         path
         for package in PACKAGES
@@ -78,7 +78,12 @@ def test_any_exception_is_caught_only_where_an_rpc_becomes_a_status() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.ExceptHandler) and catches_everything(node) and not raises_again(node)
     ]
-    assert found == ["kvstore_server/rpc/grpc_server.py", "gpu_agent/rpc.py"]
+    assert found == [
+        "kvstore_server/rpc/bulk_server.py",
+        "kvstore_server/rpc/grpc_server.py",
+        "kvstore_server/rpc/slab_calls.py",
+        "gpu_agent/rpc.py",
+    ]
 
 
 def test_the_daemon_and_the_client_load_no_torch() -> None:

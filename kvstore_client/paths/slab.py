@@ -35,6 +35,7 @@ from kvstore.slab import (
     encode_slot_header,
     slot_state,
 )
+from kvstore_client.envelopes import exact_envelopes
 from kvstore_client.flows.steps import Fetch, SeenBlock, Send, View
 from kvstore_client.ids import new_owner_id
 from kvstore_client.paths.slab_calls import CallPool, SessionLostError, TimedSocket, too_late
@@ -261,6 +262,7 @@ class SlabMover:
         session = self._session(step)
         records, payload_bytes = _records(step), step.namespace.block_layout.payload_bytes
         states = [BlockState.MISS] * len(records)
+        envelopes = exact_envelopes(step.namespace)
 
         def load(index: int) -> None:
             record = records[index]
@@ -268,7 +270,7 @@ class SlabMover:
                 session.slot(record, sequence=_readable(record.generation), payload_bytes=payload_bytes),
                 step.targets[index],
                 generation=record.generation,
-                namespace=step.namespace,
+                envelopes=envelopes,
                 block_hash=step.hashes[index],
             )
 
@@ -280,6 +282,7 @@ class SlabMover:
         """See `Mover`; what is left when `is_stopped` is not in its slot, and the daemon will not commit it."""
         session = self._session(step)
         records, payload_bytes = _records(step), step.namespace.block_layout.payload_bytes
+        envelopes = exact_envelopes(step.namespace)
 
         def store(index: int) -> None:
             record = records[index]
@@ -287,7 +290,7 @@ class SlabMover:
             slot = session.slot(record, sequence=sequence, payload_bytes=payload_bytes)
             # Otherwise it is nobody's or somebody else's slot, and the daemon will say so when asked to commit.
             if slot[:SLOT_HEADER_BYTES] == sequence:
-                store_slot(slot, step.blocks[index], namespace=step.namespace, block_hash=step.hashes[index])
+                store_slot(slot, step.blocks[index], envelopes=envelopes, block_hash=step.hashes[index])
 
         with session.used():
             self._crew.run(store, block_count=len(records), block_bytes=payload_bytes, is_stopped=is_stopped)

@@ -11,20 +11,15 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from kvstore.envelope import ENVELOPE_BYTES, Buffer, Envelope, RunningChecksum
+from kvstore.envelope import Buffer, Envelope, EnvelopeTemplate, RunningChecksum, checksum
 from kvstore.errors import CorruptBlockError
 from kvstore.keys import BlockHash
 from kvstore.messages import BlockState
 from kvstore.namespace import Namespace
 from kvstore.slab import PAYLOAD_OFFSET_BYTES, SLOT_HEADER_BYTES, Generation, SlotState, slot_state
-from kvstore_client.envelopes import exact_envelope
-
-Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 _SHARED_BYTES_MIN = 2 << 20
 """Bytes of blocks below which a second thread is not worth waking: 2 MiB take about as long as five wake-ups."""
@@ -37,29 +32,31 @@ _PIECE_BYTES = 1 << 20
 
 def copy_and_hash(target: Buffer, source: Buffer) -> int:
     """Copies equal lengths; the checksum is of what has arrived."""
+    to, whole = np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)
+    if len(whole) <= _PIECE_BYTES:
+        np.copyto(to, whole)  # memoryviews copy as fast, but do not release the interpreter
+        return checksum(target)
     running = RunningChecksum()
-    for to, piece in _pieces(target, source):
-        np.copyto(to, piece)  # memoryviews copy as fast, but do not release the interpreter
-        running.add(to)
+    for start in range(0, len(whole), _PIECE_BYTES):
+        piece = to[start : start + _PIECE_BYTES]
+        np.copyto(piece, whole[start : start + _PIECE_BYTES])
+        running.add(piece)
     return running.value()
 
 
 def hash_and_copy(target: Buffer, source: Buffer) -> int:
     """Copies equal lengths; the checksum is of what the source held just before."""
-    running = RunningChecksum()
-    for to, piece in _pieces(target, source):
-        running.add(piece)
-        np.copyto(to, piece)
-    return running.value()
-
-
-def _pieces(target: Buffer, source: Buffer) -> Iterator[tuple[Bytes, Bytes]]:
     to, whole = np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)
     if len(whole) <= _PIECE_BYTES:
-        yield to, whole
-        return
+        payload_checksum = checksum(source)
+        np.copyto(to, whole)
+        return payload_checksum
+    running = RunningChecksum()
     for start in range(0, len(whole), _PIECE_BYTES):
-        yield to[start : start + _PIECE_BYTES], whole[start : start + _PIECE_BYTES]
+        piece = whole[start : start + _PIECE_BYTES]
+        running.add(piece)
+        np.copyto(to[start : start + _PIECE_BYTES], piece)
+    return running.value()
 
 
 def read_envelope(slot: memoryview, *, namespace: Namespace, block_hash: BlockHash, payload_bytes: int) -> Envelope:
@@ -78,7 +75,7 @@ def load_slot(
     target: memoryview,
     *,
     generation: Generation,
-    namespace: Namespace,
+    envelopes: EnvelopeTemplate,
     block_hash: BlockHash,
     take: Callable[[Buffer, Buffer], int] = copy_and_hash,
 ) -> BlockState:
@@ -90,26 +87,21 @@ def load_slot(
     header = slot[:SLOT_HEADER_BYTES]
     if slot_state(header, generation) is SlotState.GONE:
         return BlockState.MISS
-    is_sound = False
-    try:
-        envelope = read_envelope(slot, namespace=namespace, block_hash=block_hash, payload_bytes=len(target))
-        # What has arrived is hashed, not the slot: the slot may be written to by whoever has it mapped.
-        found = take(target, slot[PAYLOAD_OFFSET_BYTES : PAYLOAD_OFFSET_BYTES + len(target)])
-        is_sound = found == envelope.payload_checksum
-    except CorruptBlockError:
-        pass
+    envelope = bytes(slot[SLOT_HEADER_BYTES:PAYLOAD_OFFSET_BYTES])
+    # What has arrived is hashed, not the slot: the slot may be written to by whoever has it mapped.
+    found = take(target, slot[PAYLOAD_OFFSET_BYTES : PAYLOAD_OFFSET_BYTES + len(target)])
     if slot_state(header, generation) is SlotState.GONE:
         return BlockState.MISS
+    # Blocks are stored bit for bit, so there is one envelope that what has arrived can have.
+    is_sound = envelope == envelopes.encode(block_hash, payload_checksum=found)
     return BlockState.HIT if is_sound else BlockState.CORRUPT
 
 
-def store_slot(slot: memoryview, block: memoryview, *, namespace: Namespace, block_hash: BlockHash) -> None:
+def store_slot(slot: memoryview, block: memoryview, *, envelopes: EnvelopeTemplate, block_hash: BlockHash) -> None:
     """Puts a block and its envelope into a reserved slot. The header is the daemon's."""
     # Hashed first: then memory that changes while it is copied is found out by the first who reads the block.
     payload_checksum = hash_and_copy(slot[PAYLOAD_OFFSET_BYTES : PAYLOAD_OFFSET_BYTES + len(block)], block)
-    slot[SLOT_HEADER_BYTES : SLOT_HEADER_BYTES + ENVELOPE_BYTES] = exact_envelope(
-        namespace, block_hash, payload_checksum=payload_checksum
-    )
+    slot[SLOT_HEADER_BYTES:PAYLOAD_OFFSET_BYTES] = envelopes.encode(block_hash, payload_checksum=payload_checksum)
 
 
 class Crew:

@@ -19,5 +19,10 @@ class Caller:
     may_write: bool = True
 
 
+def client_of(owner_id: OwnerId) -> ClientId:
+    """Over the data port, whose tickets tell who leased or reserved, whichever connection the bytes take."""
+    return ClientId(owner_id.hex())
+
+
 LOOPBACK = Caller(tenant=DEFAULT_TENANT)
 """Whoever reaches gRPC: only this machine does, and there is no authentication there yet."""

@@ -35,7 +35,7 @@ from kvstore_server.core.space import Place
 from kvstore_server.core.store import BlockKey, Found, Reservation, StoreCore
 from kvstore_server.core.tenants import ScopedId, namespace_of, scoped
 from kvstore_server.core.verdict import is_cut_off, verdict
-from kvstore_server.rpc.caller import Caller
+from kvstore_server.rpc.caller import Caller, client_of
 from kvstore_server.shm.arenas import Arenas
 
 INLINE_BYTES_MAX = 32 << 10
@@ -284,7 +284,7 @@ class StoreService:
             now_s=self._clock(),
             duration_s=_duration("reservation_duration", request.reservation_s, max_s=m.RESERVATION_S_MAX),
             path=request.path,
-            is_overloaded=self._is_overloaded(request.path, caller),
+            is_overloaded=self._is_overloaded(request.path, owner_id, caller),
         )
         reserved = [reservation for reservation in reservations if reservation is not None]
         slots = ticket = b""
@@ -445,9 +445,15 @@ class StoreService:
             case TransferPath.STREAM:
                 pass
 
-    def _is_overloaded(self, path: TransferPath, caller: Caller) -> bool:
-        """Whether a store must wait for better times; one through the slab moves nothing of ours."""
-        return path in (TransferPath.STREAM, TransferPath.BULK) and not self._in_flight.admits_store(caller.client_id)
+    def _is_overloaded(self, path: TransferPath, owner_id: OwnerId, caller: Caller) -> bool:
+        """Whether a store is one too many; one into the slot itself moves nothing through the daemon."""
+        match path:
+            case TransferPath.STREAM:
+                return not self._in_flight.admits_store(caller.client_id)
+            case TransferPath.BULK:
+                return not self._in_flight.admits_store(client_of(owner_id))
+            case TransferPath.SLAB | TransferPath.NIXL:
+                return False
 
     async def _commit(self, reservation_ids: Sequence[ReservationId], *, owner_id: OwnerId) -> list[CommitState]:
         reservations = [self._core.begin_commit(number, owner_id=owner_id) for number in reservation_ids]
@@ -481,9 +487,8 @@ class StoreService:
         """
         if not reservation.is_in_slot:
             return CommitState.INCOMPLETE if not reservation.landed_bytes or reservation.landing_count else None
-        if self._arenas.header(reservation.place) != encode_slot_header(
-            reservation.generation, is_readable=False, is_verified=False
-        ):
+        being_written = encode_slot_header(reservation.generation, is_readable=False, is_verified=False)
+        if self._arenas.header(reservation.place) != being_written:
             return CommitState.CORRUPT
         head = bytes(self._arenas.view(reservation.place, ENVELOPE_BYTES))
         if not any(head):

@@ -21,6 +21,7 @@ from kvstore_server.core.space import Place
 from kvstore_server.core.store import Reservation, StoreCore, StoredBlock
 from kvstore_server.core.tenants import ScopedId, namespace_of
 from kvstore_server.core.tickets import TicketTable
+from kvstore_server.rpc.caller import client_of
 from kvstore_server.rpc.turns import Turns
 
 TICKET_S = 10.0
@@ -228,7 +229,7 @@ class Transfers:
             ),
         )
         size_bytes = max(sum(block.size_bytes for block in transfer.blocks), 1)
-        load_id = self._turns.ask_load(_client_of(grant.owner_id), size_bytes, lambda: answer(transfer))
+        load_id = self._turns.ask_load(client_of(grant.owner_id), size_bytes, lambda: answer(transfer))
         self._reads[transfer.transfer_id] = _Read(blocks=held, load_id=load_id)
 
     def _begin_write(self, grant: _WriteGrant) -> Transfer | Refusal:
@@ -241,7 +242,7 @@ class Transfers:
             self._on_settled()
             return Refusal(reason=f"{len(found) - len(held)} of {len(found)} reservations have ended")
         size_bytes = sum(reservation.block_bytes_max for reservation in held)
-        write = _Write(reservations=held, client_id=_client_of(grant.owner_id), size_bytes=size_bytes)
+        write = _Write(reservations=held, client_id=client_of(grant.owner_id), size_bytes=size_bytes)
         self._turns.begin_store(write.client_id, size_bytes)
         transfer_id = self._next_id()
         self._writes[transfer_id] = write
@@ -256,11 +257,6 @@ class Transfers:
     def _next_id(self) -> TransferId:
         self._last_id += 1
         return TransferId(self._last_id)
-
-
-def _client_of(owner_id: OwnerId) -> ClientId:
-    """Tickets tell who leased or reserved, whichever connection the bytes take."""
-    return ClientId(owner_id.hex())
 
 
 class LoopDesk:

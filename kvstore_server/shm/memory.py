@@ -44,8 +44,9 @@ class PageKind(StrEnum):
 class MemorySource:
     """Where the memory of arenas comes from.
 
-    Whoever holds a writable descriptor of memory that `is_sealed` can neither shrink nor grow it. A file on a tmpfs
-    has no seals: who can write to it can cut it off under our feet, and the daemon would die of the next access.
+    Whoever holds a writable descriptor of memory that `is_sealed` can neither shrink nor grow it, only spoil what is
+    in it, be it by holes, which read as zeros. A file on a tmpfs has no seals: who can write to it can cut it off
+    under our feet, and the daemon would die of the next access.
     """
 
     kind: PageKind

@@ -18,10 +18,12 @@ from kvstore.slab import (
     Generation,
     encode_slot_header,
 )
+from kvstore_client.envelopes import exact_envelopes
 from kvstore_client.paths.slab_copy import Crew, copy_and_hash, load_slot, store_slot
 from tests.client.builders import chain, enveloped, namespace, payloads
 
 SPACE = namespace(model="slots")
+ENVELOPES = exact_envelopes(SPACE)
 HASHES = chain(4)
 BLOCKS = payloads(SPACE, 4)
 HIT, MISS, CORRUPT = BlockState.HIT, BlockState.MISS, BlockState.CORRUPT
@@ -59,14 +61,19 @@ class Slot:
         take: Callable[[Buffer, Buffer], int] = copy_and_hash,
     ) -> BlockState:
         return load_slot(
-            self.view, memoryview(target), generation=generation, namespace=SPACE, block_hash=HASHES[index], take=take
+            self.view,
+            memoryview(target),
+            generation=generation,
+            envelopes=ENVELOPES,
+            block_hash=HASHES[index],
+            take=take,
         )
 
 
 def test_what_was_put_into_a_slot_is_read_from_it() -> None:
     slot, target = Slot(), bytearray(BLANK)
     slot.reserve()
-    store_slot(slot.view, memoryview(BLOCKS[0]), namespace=SPACE, block_hash=HASHES[0])
+    store_slot(slot.view, memoryview(BLOCKS[0]), envelopes=ENVELOPES, block_hash=HASHES[0])
     assert slot.load(target, index=0, generation=slot.generation) is MISS
     assert target == BLANK
     slot.set_header(is_readable=True)
@@ -79,18 +86,20 @@ def test_blocks_of_any_size_are_copied_whole(payload_bytes: int) -> None:
     space = namespace(payload_bytes=payload_bytes)
     (block,) = payloads(space, 1)
     slot = memoryview(bytearray(PAYLOAD_OFFSET_BYTES + payload_bytes))
-    store_slot(slot, memoryview(block), namespace=space, block_hash=HASHES[0])
+    store_slot(slot, memoryview(block), envelopes=exact_envelopes(space), block_hash=HASHES[0])
     assert slot[SLOT_HEADER_BYTES:] == enveloped(space, HASHES[0], block)
     slot[:SLOT_HEADER_BYTES] = encode_slot_header(Generation(1), is_readable=True, is_verified=False)
     target = memoryview(bytearray(payload_bytes))
-    assert load_slot(slot, target, generation=Generation(1), namespace=space, block_hash=HASHES[0]) is HIT
+    assert (
+        load_slot(slot, target, generation=Generation(1), envelopes=exact_envelopes(space), block_hash=HASHES[0]) is HIT
+    )
     assert target == block
 
 
 def test_a_writer_leaves_the_header_alone() -> None:
     slot = Slot()
     slot.view[:SLOT_HEADER_BYTES] = header = bytes(range(SLOT_HEADER_BYTES))
-    store_slot(slot.view, memoryview(BLOCKS[0]), namespace=SPACE, block_hash=HASHES[0])
+    store_slot(slot.view, memoryview(BLOCKS[0]), envelopes=ENVELOPES, block_hash=HASHES[0])
     assert slot.view[:SLOT_HEADER_BYTES] == header
 
 
@@ -203,7 +212,7 @@ def test_a_block_that_changes_while_it_is_stored_does_not_verify() -> None:
     """The checksum is of what the block was before the copy."""
     slot, memory = Slot(), bytearray(BLOCKS[0])
     slot.reserve()
-    store_slot(slot.view, memoryview(memory), namespace=SPACE, block_hash=HASHES[0])
+    store_slot(slot.view, memoryview(memory), envelopes=ENVELOPES, block_hash=HASHES[0])
     slot.view[PAYLOAD_OFFSET_BYTES] ^= 1
     slot.set_header(is_readable=True)
     assert slot.load(bytearray(BLANK), index=0, generation=slot.generation) is CORRUPT

@@ -35,7 +35,7 @@ from kvstore.slab import (
 )
 from kvstore_server.core.in_flight import ClientId
 from kvstore_server.core.tenants import ScopedId, Tenant, scoped
-from kvstore_server.rpc.caller import LOOPBACK, Caller
+from kvstore_server.rpc.caller import LOOPBACK, Caller, client_of
 from kvstore_server.rpc.service import Endpoints
 from tests.server.builders import (
     ALICE,
@@ -395,6 +395,18 @@ async def test_a_ticket_is_issued_for_exactly_the_reserved_blocks(ticketed: tupl
     assert tickets.writes == [list(response.reservation_ids[1:])]
     again = await store.service.reserve_blocks(request, LOOPBACK)
     assert (again.ticket, len(tickets.writes)) == (b"", 1)
+
+
+async def test_a_client_with_too_much_moving_over_the_data_port_gets_no_ticket(
+    ticketed: tuple[Store, Tickets],
+) -> None:
+    """Its transfers are counted by their owner, who may call over any connection."""
+    store, tickets = ticketed
+    store.in_flight.begin_store(client_of(ALICE), 32 << 20)
+    request = reserve_request(1, owner_id=ALICE, path=TransferPath.BULK)
+    response = await store.service.reserve_blocks(request, LOOPBACK)
+    assert list(response.reserve_states) == [ReserveState.OVERLOADED]
+    assert tickets.writes == []
 
 
 # --- overload

@@ -45,7 +45,7 @@ $(INSTALLED): pyproject.toml
 	@echo "==> .venv: pip and $(firstword $(TORCH)) (200 MB as a CPU build, some GB with CUDA)"
 	@$(BIN)/python -m pip install --quiet --upgrade pip
 	@$(BIN)/python -m pip install --quiet $(TORCH)
-	@echo "==> .venv: this package with its dev, transformers and demo extras (about 500 MB, some minutes)"
+	@echo "==> .venv: this package with its dev, transformers and demo extras (about 900 MB, some minutes)"
 	@$(BIN)/python -m pip install --quiet --editable ".[dev,transformers,demo]"
 	@touch $@
 
@@ -59,13 +59,14 @@ test: $(INSTALLED) ## every test that can run on this machine
 soak: $(INSTALLED) ## the long tests
 	@$(PYTEST) -m soak --timeout 3600
 
-bench: $(INSTALLED) ## this machine's speed: blocks, lookups, and what hashing a prompt costs
+bench: $(INSTALLED) ## this machine's speed: blocks, lookups, hashing a prompt, starting the daemon
 	@$(BIN)/kvstore bench node
 	@$(BIN)/kvstore bench stream
 	@$(BIN)/kvstore bench lookup
 	@$(BIN)/python bench/hashing.py
+	@$(BIN)/python bench/startup.py
 
-bench-peers: $(PEERS_INSTALLED) ## our speed beside Redis, memcached, LMCache and Mooncake, into bench/results and docs
+bench-peers: $(PEERS_INSTALLED) ## our speed beside Redis, memcached, LMCache, Mooncake; writes bench/results, docs/peers.svg
 	@$(PEERS_VENV)/bin/python bench/peers/run.py --out bench/results/peers.json
 	@$(PEERS_VENV)/bin/python bench/peers/plot.py bench/results/peers.json docs/peers.svg
 

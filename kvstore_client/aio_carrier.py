@@ -127,7 +127,7 @@ class AsyncCarrier:
         return self._ways.route(is_write=is_write)
 
     async def _move(self, step: Fetch | Send) -> object:
-        mover = self._ways.mover(step.path)
+        mover = self._ways.mover(step)
         try:
             if step.path is TransferPath.SLAB:
                 return await self._copy(step)

@@ -120,7 +120,7 @@ class Carrier:
         return self._ways.route(is_write=is_write)
 
     def _move(self, step: Fetch | Send) -> object:
-        mover = self._ways.mover(step.path)
+        mover = self._ways.mover(step)
         try:
             return mover.fetch(step) if isinstance(step, Fetch) else mover.send(step)
         except KvstoreError as error:

@@ -9,10 +9,10 @@ from typing import Any
 
 from kvstore.envelope import checksum
 from kvstore.errors import KvstoreError, UnavailableError
+from kvstore.exact import exact_envelope
 from kvstore.keys import BlockHash
 from kvstore.namespace import Namespace
 from kvstore.slab import PAYLOAD_OFFSET_BYTES, SLOT_HEADER_BYTES, SlotRecord, encode_slot_header
-from kvstore_client.envelopes import exact_envelope
 from kvstore_client.flows import fill
 from kvstore_client.flows.attach import Scope
 from kvstore_client.flows.fill import Filling

@@ -56,7 +56,9 @@ class PutResult:
     refusal: ReserveState | None = None
 
 
-def count_leading_hits(states: Iterable[BlockState]) -> int:
+def count_leading_hits(states: Sequence[BlockState]) -> int:
+    if states.count(BlockState.HIT) == len(states):
+        return len(states)
     count = 0
     for state in states:
         if state is not BlockState.HIT:

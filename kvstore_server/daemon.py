@@ -48,6 +48,10 @@ _DRAIN_INTERVAL_S = 0.05
 """How late the end of the last reservation may be noticed when draining."""
 _BUSY_CORE_COUNT = 2
 """Cores that one stream keeps busy at both of its ends; with no more, handing a copy to a thread only adds work."""
+_FENCE_DELAY_S = 1.0
+"""How long a slot of NIXL is stranded before a fence frees it: one fence is for all that are by then."""
+_FENCE_INTERVAL_S = 5.0
+"""The least time between two fences, each of which costs every client of NIXL its connection."""
 _MEMORY_RETRY_S = 5.0
 """How long to wait for memory that another has taken while a slab was being replaced."""
 _ROLE = Role(name="daemon", asked_with="kvstore ping", port_setting="grpc.port", socket_setting="grpc.socket_path")
@@ -169,6 +173,7 @@ class Daemon:
         self._service.endpoints = Endpoints(
             slab_socket="" if slab_address is None else slab_address.removeprefix("unix:"),
             bulk_port=0 if bulk_address is None else int(bulk_address.rpartition(":")[2]),
+            is_nixl_enabled=self._nixl is not None,
         )
         return Addresses(
             grpc_address=grpc_address,
@@ -238,7 +243,8 @@ class Daemon:
     def _start_metrics(self, parts: contextlib.AsyncExitStack) -> str:
         host, port = self._config.metrics.host, self._config.metrics.port
         try:
-            metrics = MetricsServer(Observed(self._core, self._arenas, self._in_flight), host=host, port=port)
+            observed = Observed(self._core, self._arenas, self._in_flight, self._slab)
+            metrics = MetricsServer(observed, host=host, port=port)
         except OSError as error:
             raise UnavailableError(
                 f"cannot serve metrics on {host}:{port}: {error.strerror}; "
@@ -251,7 +257,8 @@ class Daemon:
         """Runs the background work; if any of it fails, so does the daemon, loudly."""
         async with asyncio.TaskGroup() as tasks:
             background = [
-                tasks.create_task(work) for work in (self._sweep(), self._ready_memory(), self._replace_slabs())
+                tasks.create_task(work)
+                for work in (self._sweep(), self._ready_memory(), self._replace_slabs(), self._fence_nixl())
             ]
             await self._stop.wait()
             for task in background:
@@ -271,6 +278,17 @@ class Daemon:
         if self._nixl is not None:
             await self._nixl.run()
 
+    async def _fence_nixl(self) -> None:
+        """Has stranded slots of NIXL freed, at the price of all its connections."""
+        while self._nixl is not None:
+            await asyncio.sleep(_SWEEP_INTERVAL_S)
+            if not self._core.unfenced_count:
+                continue
+            await asyncio.sleep(_FENCE_DELAY_S)
+            _log.info("nixl_fence", stranded_slots=self._core.unfenced_count)
+            await self._nixl.fence()
+            await asyncio.sleep(_FENCE_INTERVAL_S)
+
     def _make_nixl(self) -> NixlEndpoint:
         def note(metadata: bytes) -> None:
             self._service.endpoints = replace(self._service.endpoints, nixl_metadata=metadata)
@@ -279,6 +297,7 @@ class Daemon:
             [self._arenas.descriptor(index, Access.WRITE) for index in range(self._arenas.arena_count)],
             arena_bytes=self._arenas.arena_bytes,
             on_metadata=note,
+            on_fenced=self._core.fence,
         )
 
     async def _prefault(self) -> None:

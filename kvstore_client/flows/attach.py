@@ -101,7 +101,11 @@ def chosen_route(scope: Scope, *, is_write: bool) -> Flow[Route]:
     """The way that blocks travel now; the daemon tells what it offers when the client is introduced to it."""
     if scope.attachment.epoch is None:
         yield from introduced(scope)
-    route: Route = yield ChoosePath(is_write=is_write)
+    try:
+        route: Route = yield ChoosePath(is_write=is_write)
+    except KvstoreError as error:
+        scope.attachment.doubt(error)  # it may offer more when it is asked again
+        raise
     return route
 
 

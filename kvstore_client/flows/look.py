@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from kvstore import messages as m
 from kvstore import wire
@@ -114,6 +115,9 @@ def _place(
     """Puts what was seen beside what was not there; returns what did not verify."""
     start = len(states)
     states += leased.states
+    if len(seen) == len(leased.states) and set(map(type, seen)) == {SeenBlock}:
+        blocks += cast("Sequence[SeenBlock]", seen)  # all of them, as usual
+        return []
     blocks += [None] * len(leased.states)
     unverified = []
     for index, block, block_hash in zip(leased.hits, seen, wanted, strict=True):

@@ -69,7 +69,8 @@ class ChoosePath:
 class Route:
     path: TransferPath
     owner_id: OwnerId | None = None
-    """The session that must own what is held for transfers (SLAB); None: any owner will do."""
+    """Who must own what is held for transfers: the session (SLAB), or what stands for the connection to the process
+    that serves (NIXL). None: any owner will do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +98,7 @@ class Fetch:
     """BULK."""
     timeout_s: float
     owner_id: OwnerId | None = None
-    """SLAB: the session that holds the blocks."""
+    """SLAB, NIXL: who holds the blocks, as the route said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +122,17 @@ class Send:
 class SeenBlock(NamedTuple):
     """A block in its slot, verified when it was first seen in this process."""
 
-    slot: memoryview
-    """Header, envelope and payload; read-only."""
+    arena: memoryview
+    start: int
+    """Of the slot in its arena."""
+    size_bytes: int
+    """Of header, envelope and payload."""
     generation: Generation
+
+    @property
+    def slot(self) -> memoryview:
+        """Read-only."""
+        return self.arena[self.start : self.start + self.size_bytes].toreadonly()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from kvstore import messages as m
 from kvstore.envelope import ENVELOPE_BYTES
 from kvstore.errors import KvstoreError
+from kvstore.exact import exact_envelope
 from kvstore.frames import WriteFrame, cut
 from kvstore.keys import BlockHash
 from kvstore.messages import OwnerId, ReserveState, TransferPath
 from kvstore.namespace import Namespace
-from kvstore_client.envelopes import exact_envelope
 from kvstore_client.flows.attach import Scope, chosen_route
 from kvstore_client.flows.batches import data_batches
 from kvstore_client.flows.reservations import Reservations, abort, commit, reserve

@@ -22,10 +22,12 @@ from kvstore.bulk import (
 )
 from kvstore.envelope import ENVELOPE_BYTES, Buffer, checksum
 from kvstore.errors import DeadlineExceededError, ProtocolError, UnavailableError
+from kvstore.exact import exact_envelope
 from kvstore.messages import BlockState, CommitState, Ticket
-from kvstore_client.envelopes import enveloped_state, exact_envelope
+from kvstore_client.envelopes import enveloped_state
 from kvstore_client.flows.steps import Fetch, Send
 from kvstore_client.paths.link import Link, tune
+from kvstore_client.paths.mover import TransferRefusedError
 
 _IDLE_COUNT_MAX = 8
 """Connections that are kept for later; more threads than that connect anew each time."""
@@ -179,9 +181,10 @@ def _new_executor() -> ThreadPoolExecutor:
 def _check_reply(link: Link, *, block_count: int) -> int:
     """Returns how many bytes follow."""
     reply = TransferReply.decode(link.receive(REPLY_BYTES))
-    if reply.status is BulkStatus.REFUSED:
+    if reply.status is not BulkStatus.OK:
         text = link.receive(min(reply.following_bytes, _REFUSAL_BYTES_MAX)).decode(errors="replace")
-        raise UnavailableError(f"the data port refuses: {text}")
+        kind = TransferRefusedError if reply.status is BulkStatus.REFUSED else UnavailableError
+        raise kind(f"the data port refuses: {text}")
     if reply.block_count != block_count:
         raise ProtocolError(f"a transfer of {reply.block_count} blocks; asked for {block_count}")
     return reply.following_bytes

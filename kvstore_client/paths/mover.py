@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from kvstore.errors import UnavailableError
 from kvstore.messages import BlockState, CommitState
 from kvstore_client.flows.steps import Fetch, Send
+
+
+class TransferRefusedError(UnavailableError):
+    """The daemon refuses this one transfer, such as for a ticket that is too old; the path is as good as before."""
 
 
 class Mover(Protocol):

@@ -23,6 +23,7 @@ import numpy as np
 
 from kvstore.envelope import ENVELOPE_BYTES, checksum
 from kvstore.errors import DeadlineExceededError, ProtocolError, UnavailableError
+from kvstore.exact import exact_envelope
 from kvstore.messages import BlockState
 from kvstore.slab import (
     PAYLOAD_OFFSET_BYTES,
@@ -32,7 +33,7 @@ from kvstore.slab import (
     decode_slot_records,
     slot_state,
 )
-from kvstore_client.envelopes import enveloped_state, exact_envelope
+from kvstore_client.envelopes import enveloped_state
 from kvstore_client.flows.steps import Fetch, Send
 
 _PACKAGE = "nixl_cu12"

@@ -13,9 +13,11 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from kvstore.envelope import ENVELOPE_BYTES, checksum
 from kvstore.errors import CorruptBlockError, ProtocolError, UnavailableError
+from kvstore.exact import exact_envelopes
 from kvstore.keys import BlockHash, NamespaceId
 from kvstore.messages import BlockState, CommitState, Epoch, OwnerId
 from kvstore.namespace import Namespace
@@ -35,7 +37,6 @@ from kvstore.slab import (
     encode_slot_header,
     slot_state,
 )
-from kvstore_client.envelopes import exact_envelopes
 from kvstore_client.flows.steps import Fetch, SeenBlock, Send, View
 from kvstore_client.ids import new_owner_id
 from kvstore_client.paths.slab_calls import CallPool, SessionLostError, TimedSocket, too_late
@@ -51,14 +52,27 @@ def _never() -> bool:
 class Arena:
     """One arena, mapped. It stays mapped for as long as anything looks into it."""
 
-    __slots__ = ("incarnation", "is_read_only", "memory", "size_bytes")
+    __slots__ = ("incarnation", "is_read_only", "memory", "size_bytes", "words")
 
     def __init__(self, fd: int, reply: ArenaReply, *, access: Access) -> None:
         self.is_read_only = access is Access.READ
         protection = mmap.PROT_READ if access is Access.READ else mmap.PROT_READ | mmap.PROT_WRITE
         self.memory = memoryview(mmap.mmap(fd, reply.size_bytes, flags=mmap.MAP_SHARED, prot=protection))
+        self.words = self.memory.cast("Q")
+        """The same 8 bytes at a time, each read whole."""
         self.size_bytes = reply.size_bytes
         self.incarnation = reply.incarnation
+
+
+class _Seen(NamedTuple):
+    """A block that was found to be whole, and where its slot's sequence is now."""
+
+    generation: Generation
+    block_hash: BlockHash
+    namespace_id: NamespaceId
+    words: memoryview
+    word_index: int
+    block: SeenBlock
 
 
 class SlabSession:
@@ -81,8 +95,8 @@ class SlabSession:
         self._arena_count = welcome.arena_count
         self._arena_bytes = welcome.arena_bytes
         self._arenas: dict[int, Arena] = {}
-        self._seen: dict[int, tuple[Generation, BlockHash, NamespaceId, bytes]] = {}
-        """By place: what was found to be whole there, and the header that it had."""
+        self._seen: dict[int, _Seen] = {}
+        """By place: what was found to be whole there."""
         self._lock = threading.Lock()
         self._user_count = 0
         self._is_closed = False
@@ -147,7 +161,8 @@ class SlabSession:
         """Whether these slots were viewed before, as what they are now."""
         found = (self._seen.get(record.place) for record in records)
         return all(
-            known is not None and known[0] == record.generation for known, record in zip(found, records, strict=True)
+            known is not None and known.generation == record.generation
+            for known, record in zip(found, records, strict=True)
         )
 
     def slot(self, record: SlotRecord, *, sequence: bytes, payload_bytes: int) -> memoryview:
@@ -178,6 +193,8 @@ class SlabSession:
                     return known
                 if not self._arena_bytes <= reply.size_bytes <= os.fstat(fd).st_size:
                     raise ProtocolError(f"an arena of {reply.size_bytes} bytes that is not there")
+                if known is not None:  # what was seen in it is not there any more, and must not keep it mapped
+                    self._seen = {place: seen for place, seen in self._seen.items() if seen.words is not known.words}
                 found = self._arenas[index] = Arena(fd, reply, access=self.access)
                 return found
             finally:
@@ -210,22 +227,26 @@ class SlabSession:
         self, records: Sequence[SlotRecord], hashes: Sequence[BlockHash], *, namespace: Namespace, is_stopped: IsStopped
     ) -> list[SeenBlock | BlockState]:
         """Leased blocks in place, or what kept each from being one. Bytes are hashed at first sight only."""
-        seen: list[SeenBlock | BlockState] = []
-        namespace_id, slot_bytes = namespace.id, PAYLOAD_OFFSET_BYTES + namespace.block_layout.payload_bytes
+        blocks: list[SeenBlock | BlockState] = []
+        seen, namespace_id = self._seen, namespace.id
         for record, block_hash in zip(records, hashes, strict=True):
             place, generation, _ = record
-            known = self._seen.get(place)
-            if known is None or known[:3] != (generation, block_hash, namespace_id):
-                if is_stopped():
-                    break
-                seen.append(self._first_view(record, namespace=namespace, block_hash=block_hash))
-                continue
-            index, start = divmod(place, self._arena_bytes)
-            slot = self._arenas[index].memory[start : start + slot_bytes]
-            header = bytes(slot[:SLOT_HEADER_BYTES])
-            is_readable = header == known[3] or slot_state(header, generation) is not SlotState.GONE
-            seen.append(SeenBlock(slot, generation) if is_readable else BlockState.MISS)
-        return seen
+            # By hand rather than in a function of its own: a view of known blocks costs hardly more than this.
+            known = seen.get(place)
+            if known is not None:
+                known_generation, known_hash, known_namespace, words, index, block = known
+                if (
+                    known_generation == generation
+                    and known_hash == block_hash
+                    and known_namespace == namespace_id
+                    and words[index] == generation << 1 | 1
+                ):
+                    blocks.append(block)
+                    continue
+            if is_stopped():
+                break
+            blocks.append(self._first_view(record, namespace=namespace, block_hash=block_hash))
+        return blocks
 
     def _first_view(self, record: SlotRecord, *, namespace: Namespace, block_hash: BlockHash) -> SeenBlock | BlockState:
         generation = record.generation
@@ -245,8 +266,11 @@ class SlabSession:
             return BlockState.MISS
         if not is_sound:
             return BlockState.CORRUPT
-        self._seen[record.place] = (generation, block_hash, namespace.id, bytes(header))
-        return SeenBlock(slot, generation)
+        index, start = divmod(record.place, self._arena_bytes)
+        arena = self._arenas[index]
+        block = SeenBlock(arena.memory, start, len(slot), generation)
+        self._seen[record.place] = _Seen(generation, block_hash, namespace.id, arena.words, start // 8, block)
+        return block
 
 
 class SlabMover:

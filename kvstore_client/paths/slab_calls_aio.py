@@ -101,7 +101,8 @@ class AsyncCallPool:
         try:
             connection.setblocking(False)
             await self.loop.sock_connect(connection, str(self._path))
-            await self.loop.sock_sendall(connection, self._hello.encode())
+            with suppress(BrokenPipeError):  # refused already; the answer says why
+                await self.loop.sock_sendall(connection, self._hello.encode())
             answer = await self._receive(connection, WELCOME_BYTES)
             check_welcome(answer, await self._receive(connection, Welcome.decode(answer).refusal_bytes))
         except BaseException:

@@ -15,8 +15,9 @@ from kvstore.slab import Access
 from kvstore_client.address import is_trusted_socket
 from kvstore_client.config import ClientConfig
 from kvstore_client.flows.steps import Call, Fetch, Post, Route, Send
+from kvstore_client.ids import new_owner_id
 from kvstore_client.paths.choose import Choice, transport_in_force
-from kvstore_client.paths.mover import Mover
+from kvstore_client.paths.mover import Mover, TransferRefusedError
 from kvstore_client.paths.slab import Arena, OtherEpochError, SlabLink, SlabMover, SlabSession
 
 _log = logging.getLogger("kvstore.client")
@@ -35,7 +36,9 @@ class Ways:
         self._link = SlabLink()
         self.slab_mover = SlabMover(self._link.find, copy_thread_count_max=config.copy_thread_count_max)
         self._lock = threading.Lock()
-        self._movers: dict[TransferPath, Mover] = {}
+        # With an id each, under which NIXL's holds go: slots that one serving process named to us may be another's by
+        # the time that the next one serves, and must not be written by way of that.
+        self._movers: dict[TransferPath, tuple[OwnerId, Mover]] = {}
         self._reason = "the daemon offers no slab socket"
         self._has_told = False
         self._may_write = True
@@ -92,8 +95,11 @@ class Ways:
         """The daemon has introduced itself; what an earlier start of it handed out is void."""
         assert isinstance(info, StoreInfo), f"{info!r} is no introduction"
         self.is_outdated = False
+        before = self._choice.offers
         self._choice.note_info(info)
         self._link.drop_others(info.epoch)
+        if before is not None and before.nixl_metadata != info.nixl_metadata:
+            self._end_mover(TransferPath.NIXL)
 
     def check_grpc(self, step: Call) -> None:
         """Raises where gRPC would only hide that the transport that was insisted on is not there."""
@@ -119,30 +125,27 @@ class Ways:
                 raise UnavailableError(f"transport is 'slab', but {self._missing(session)}")
             return Route(path=path, owner_id=session.id)
         self._tell(path, session)
-        return Route(path=path)
+        # NIXL's mover is made before anything is reserved, which nobody would write if it could not be made.
+        return Route(path=path, owner_id=self._mover(path)[0] if path is TransferPath.NIXL else None)
 
-    def mover(self, path: TransferPath) -> Mover:
-        """Raises `UnavailableError` when the path is not there."""
-        if path is TransferPath.SLAB:
+    def mover(self, step: Fetch | Send) -> Mover:
+        """Raises `UnavailableError` when the path is not there, or not any more for what the step is about."""
+        if step.path is TransferPath.SLAB:
             return self.slab_mover
-        with self._lock:
-            if self._is_closed:
-                raise UnavailableError("the client is closed")
-            found = self._movers.get(path)
-            if found is None:
-                found = self._movers[path] = self._new_mover(path)
-            return found
+        owner_id, mover = self._mover(step.path)
+        if step.path is TransferPath.NIXL and step.owner_id != owner_id:
+            raise UnavailableError("the daemon's NIXL has been restarted meanwhile")
+        return mover
 
     def note_failure(self, step: Fetch | Send, error: KvstoreError) -> None:
-        """A path failed: others are taken for a while, and it is set up anew after that."""
-        if step.path is TransferPath.SLAB or not isinstance(error, (UnavailableError, DeadlineExceededError)):
+        """A path failed: others are taken for a while, and it is set up anew after that. A refusal is no failure."""
+        if step.path is TransferPath.SLAB or isinstance(error, TransferRefusedError):
+            return
+        if not isinstance(error, (UnavailableError, DeadlineExceededError)):
             return
         _log.warning("the %s path failed and rests for a while: %s", step.path.name.lower(), error)
         self._choice.note_failure(step.path, now_s=time.monotonic())
-        with self._lock:
-            failed = self._movers.pop(step.path, None)
-        if failed is not None:
-            failed.close()
+        self._end_mover(step.path, owner_id=step.owner_id if step.path is TransferPath.NIXL else None)
 
     def close(self) -> None:
         self._is_closed = True
@@ -150,8 +153,26 @@ class Ways:
         self.slab_mover.close()
         with self._lock:
             movers, self._movers = list(self._movers.values()), {}
-        for mover in movers:
+        for _, mover in movers:
             mover.close()
+
+    def _mover(self, path: TransferPath) -> tuple[OwnerId, Mover]:
+        with self._lock:
+            if self._is_closed:
+                raise UnavailableError("the client is closed")
+            found = self._movers.get(path)
+            if found is None:
+                found = self._movers[path] = new_owner_id(), self._new_mover(path)
+            return found
+
+    def _end_mover(self, path: TransferPath, *, owner_id: OwnerId | None = None) -> None:
+        """Ends that of this id alone, if one is given: there may be a newer one by now."""
+        with self._lock:
+            found = self._movers.get(path)
+            if found is None or owner_id not in (None, found[0]):
+                return
+            del self._movers[path]
+        found[1].close()
 
     def _new_mover(self, path: TransferPath) -> Mover:
         choice = self._choice
@@ -165,7 +186,9 @@ class Ways:
         from kvstore_client.paths.nixl import NixlMover
 
         if choice.offers is None or not choice.offers.nixl_metadata:
-            raise UnavailableError("transport is 'nixl', but the daemon does not offer it: see `nixl.enabled`")
+            raise UnavailableError(
+                "transport is 'nixl', but the daemon does not offer it: it is restarting NIXL, or see `nixl.enabled`"
+            )
         return NixlMover(choice.offers.nixl_metadata)
 
     def _check_trusted(self, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NewType
 
 from kvstore.errors import CapacityError
@@ -53,6 +54,8 @@ class SlabSpace:
         self._replacing: dict[SlabId, Tenant] = {}
         self._shelves: dict[ScopedId, _Shelf] = {}
         self._shelf_of_slab: dict[SlabId, _Shelf] = {}
+        # Holders beside the one that `allocate` gave. Absent: none, which is what nearly all places have.
+        self._more_holders: dict[Place, int] = {}
 
     def add_slab(self, slab: SlabId) -> None:
         """Puts a slab into service, of which nobody has seen a byte; its memory must be faulted in by now.
@@ -145,15 +148,23 @@ class SlabSpace:
         self.used_bytes += shelf.slot_bytes
         return Place(slab * self.slab_bytes + slot * shelf.slot_bytes)
 
-    def retain(self, place: Place) -> None:
-        allocator, slot = self._find(place)
-        allocator.retain(slot)
+    def retain(self, places: Iterable[Place]) -> None:
+        """Adds a holder to each, which has one already; one `release` is owed for each."""
+        more = self._more_holders
+        for place in places:
+            more[place] = more.get(place, 0) + 1
 
     def release(self, place: Place) -> bool:
         """Gives up one hold; True when the slot is free again. An empty slab goes back to everybody."""
-        allocator, slot = self._find(place)
-        if not allocator.release(slot):
+        count = self._more_holders.get(place)
+        if count:
+            if count == 1:
+                del self._more_holders[place]
+            else:
+                self._more_holders[place] = count - 1
             return False
+        allocator, slot = self._find(place)
+        allocator.release(slot)
         slab = self.slab_of(place)
         shelf = self._shelf_of_slab[slab]
         self.used_bytes -= shelf.slot_bytes
@@ -167,7 +178,7 @@ class SlabSpace:
 
     def ref_count(self, place: Place) -> int:
         allocator, slot = self._find(place)
-        return allocator.ref_count(slot)
+        return allocator.ref_count(slot) + self._more_holders.get(place, 0)
 
     def has_slabs(self, namespace_id: ScopedId) -> bool:
         """Whether anything of a namespace is here, be it only for its last readers."""
@@ -200,6 +211,10 @@ class SlabSpace:
         ]
 
     def check_invariants(self) -> None:
+        for place, count in self._more_holders.items():
+            assert count > 0, f"place {place} has {count} more holders"
+            allocator, slot = self._find(place)
+            assert allocator.ref_count(slot) == 1, f"place {place} is held and free"
         taken = 0
         free = [*self._fresh_slabs, *(slab for slabs in self._free_slabs.values() for slab in slabs)]
         assert len(set(free)) == len(free), f"a slab is free twice: {free}"
@@ -242,9 +257,10 @@ class SlabSpace:
         self._slab_counts[self._tenant_of_slab.pop(slab)] -= 1
 
     def _find(self, place: Place) -> tuple[SlotAllocator, SlotId]:
-        slab = self.slab_of(place)
+        slab_bytes = self.slab_bytes
+        slab = SlabId(place // slab_bytes)
         shelf = self._shelf_of_slab[slab]
-        return shelf.slabs[slab], SlotId((place - slab * self.slab_bytes) // shelf.slot_bytes)
+        return shelf.slabs[slab], SlotId(place % slab_bytes // shelf.slot_bytes)
 
 
 def _round_up(size_bytes: int) -> int:

@@ -13,12 +13,12 @@ from itertools import takewhile
 from math import inf
 from typing import NamedTuple, Protocol
 
-from kvstore.envelope import ENVELOPE_BYTES, PayloadChecksum
+from kvstore.envelope import ENVELOPE_BYTES, EnvelopeTemplate, PayloadChecksum
 from kvstore.errors import CapacityError, LayoutMismatchError, NamespaceUnknownError
 from kvstore.eviction import LeafLru, Watermarks
+from kvstore.exact import exact_envelopes
 from kvstore.keys import BlockHash
 from kvstore.messages import (
-    RESERVATION_S_MAX,
     BlockState,
     CommitState,
     LeaseId,
@@ -30,7 +30,7 @@ from kvstore.messages import (
     TransferPath,
 )
 from kvstore.namespace import Namespace
-from kvstore.slab import SLOT_HEADER_BYTES, Generation, SlotRecord
+from kvstore.slab import SLOT_HEADER_BYTES, Generation
 from kvstore_server.core.holds import HoldTable
 from kvstore_server.core.space import Place, SlabId, SlabSpace
 from kvstore_server.core.tenants import DEFAULT_TENANT, ScopedId, Tenant, namespace_of, scoped, tenant_of
@@ -49,9 +49,6 @@ _SHOWN_NAME_MAX = 128
 
 _IN_SLOT_PATHS = frozenset({TransferPath.SLAB, TransferPath.NIXL})
 """Ways on which the client writes into the slot itself."""
-_STRANDED_NIXL_S = RESERVATION_S_MAX
-"""How long a slot is kept from others whose writer has no session that could end. A writer that comes even later
-overwrites what then fails its checksum."""
 
 # Of a byte that says whether a block is stored: what a lookup answers.
 _STATE_OF_IS_STORED = bytes([BlockState.MISS, BlockState.HIT]) + bytes(254)
@@ -84,10 +81,6 @@ class StoredBlock(NamedTuple):
     generation: Generation
     is_verified: bool
     """Whether the daemon itself has seen the payload match its checksum."""
-
-    @property
-    def record(self) -> SlotRecord:
-        return SlotRecord(self.place, self.generation, self.size_bytes)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,10 +115,6 @@ class Reservation:
     def is_in_slot(self) -> bool:
         """Whether the client writes into the slot itself."""
         return self.path in _IN_SLOT_PATHS
-
-    @property
-    def record(self) -> SlotRecord:
-        return SlotRecord(self.place, self.generation, self.block_bytes_max)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -170,6 +159,7 @@ class Found(NamedTuple):
 @dataclass(slots=True, kw_only=True)
 class _NamespaceEntry:
     namespace: Namespace
+    envelopes: EnvelopeTemplate
     stored: dict[BlockHash, StoredBlock] = field(default_factory=dict)
     pending: dict[BlockHash, Reservation] = field(default_factory=dict)
 
@@ -181,7 +171,8 @@ class StoreCore:
     each landing frame holds it once more. Only blocks that nobody else holds can be evicted. Pending blocks
     have their place in the prefix tree already, so that room for a chain is not made at its own head's cost.
     The header of a slot is readable exactly while its block is stored. Each use of a slot has a generation of
-    its own. A slot whose writer may still write to it although time is up is stranded: nobody else gets it.
+    its own. A slot that something may still be written to although its block is given up is stranded: nobody else
+    gets it before its writer is done with it (SLAB), or nothing that is on its way can arrive any more (NIXL).
     """
 
     def __init__(self, *, space: SlabSpace, watermarks: Watermarks, headers: SlotHeaders) -> None:
@@ -197,6 +188,9 @@ class StoreCore:
         self._leases: HoldTable[tuple[Place, ...]] = HoldTable()
         self._reservations: HoldTable[Reservation] = HoldTable()
         self._stranded: HoldTable[Reservation] = HoldTable()
+        # Stranded, too, but no word of their writer frees them: what it has put on its way may arrive after that.
+        self._unfenced: list[Reservation] = []
+        self._fenced_generation = Generation(0)
         self._committing_count = 0
         self._is_evicting = False
         # Uses of each slab's places beside the index's own: readers, leases, writers. Absent: 0.
@@ -218,11 +212,15 @@ class StoreCore:
         block_bytes = SLOT_HEADER_BYTES + ENVELOPE_BYTES + expected_bytes
         slot_bytes = self.space.open(namespace_id, block_bytes=block_bytes)
         if namespace_id not in self._namespaces:
-            self._namespaces[namespace_id] = _NamespaceEntry(namespace=namespace)
+            self._namespaces[namespace_id] = _NamespaceEntry(namespace=namespace, envelopes=exact_envelopes(namespace))
         return slot_bytes
 
     def payload_bytes(self, namespace_id: ScopedId) -> int:
         return self._entry(namespace_id).namespace.block_layout.payload_bytes
+
+    def envelopes(self, namespace_id: ScopedId) -> EnvelopeTemplate:
+        """What the envelopes of blocks look like that are stored bit for bit."""
+        return self._entry(namespace_id).envelopes
 
     def arena_owner(self, index: int) -> Tenant | None:
         """Whose an arena is, which nobody else may map; None: nobody's. With tenants each slab is one."""
@@ -267,11 +265,8 @@ class StoreCore:
         if not hashes:
             return None
         stored = self._entry(namespace_id).stored
-        places = tuple(stored[block_hash].place for block_hash in hashes)
-        for place in places:
-            self._use(place)
-        self._touch(namespace_id, hashes)
-        return LeaseId(self._leases.grant(owner_id=owner_id, value=places, now_s=now_s, duration_s=duration_s))
+        blocks = [stored[block_hash] for block_hash in hashes]
+        return self._lease(blocks, owner_id=owner_id, now_s=now_s, duration_s=duration_s)
 
     def lease_stored(
         self,
@@ -283,31 +278,31 @@ class StoreCore:
         duration_s: float,
     ) -> Leased:
         """Leases whatever is stored of these blocks as one hold, for a transfer to come."""
-        stored = self._entry(namespace_id).stored
         states = self.lookup(namespace_id, hashes).states
-        hits = [block_hash for block_hash in hashes if block_hash in stored]
-        lease_id = self.lease(namespace_id, hits, owner_id=owner_id, now_s=now_s, duration_s=duration_s)
-        self.counters.unsent_count += len(hashes) - len(hits)
-        return Leased(states, lease_id, [stored[block_hash] for block_hash in hits])
+        blocks = list(filter(None, map(self._entry(namespace_id).stored.get, hashes)))
+        self.counters.unsent_count += len(hashes) - len(blocks)
+        lease_id = self._lease(blocks, owner_id=owner_id, now_s=now_s, duration_s=duration_s) if blocks else None
+        return Leased(states, lease_id, blocks)
 
     def renew_lease(self, lease: LeaseId, *, owner_id: OwnerId, now_s: float, duration_s: float) -> bool:
         return self._leases.renew(lease, owner_id=owner_id, now_s=now_s, duration_s=duration_s)
 
     def release_lease(self, lease: LeaseId, *, owner_id: OwnerId) -> bool:
         places = self._leases.release(lease, owner_id=owner_id)
-        for place in places or ():
-            self._end_use(place)
-        return places is not None
+        if places is None:
+            return False
+        self._end_use(places)
+        return True
 
     def begin_read(self, namespace_id: ScopedId, block_hash: BlockHash) -> StoredBlock | None:
         """Retains a block for a reader, who owes one `end_read`; None when it is not here."""
         block = self._entry(namespace_id).stored.get(block_hash)
         if block is not None:
-            self._use(block.place)
+            self._use((block.place,))
         return block
 
     def end_read(self, block: StoredBlock, *, sent_bytes: int) -> None:
-        self._end_use(block.place)
+        self._end_use((block.place,))
         self.counters.read_bytes += sent_bytes
 
     def count_read(self, blocks: Sequence[StoredBlock]) -> None:
@@ -401,16 +396,16 @@ class StoreCore:
             return None
         reservation.landed_bytes += size_bytes
         reservation.landing_count += 1
-        self._use(reservation.place)
+        self._use((reservation.place,))
         return reservation
 
     def end_landing(self, reservation: Reservation, *, size_bytes: int) -> None:
         reservation.landing_count -= 1
-        self._end_use(reservation.place)
+        self._end_use((reservation.place,))
         self.counters.written_bytes += size_bytes
 
     def begin_commit(self, reservation_id: ReservationId, *, owner_id: OwnerId) -> Reservation | None:
-        """Takes a reservation off the clock while its bytes are verified; owes one `end_commit`.
+        """Takes a reservation off the clock while its bytes are verified; owes one entry in `end_commits`.
 
         None when it has ended; the slot of a stranded one is free again, for its writer has shown to be done.
         """
@@ -427,25 +422,31 @@ class StoreCore:
         reservation.landed_bytes = size_bytes
         self.counters.written_bytes += size_bytes
 
-    def end_commit(self, reservation: Reservation, *, state: CommitState, is_verified: bool = True) -> None:
-        """Makes the block readable when it is COMMITTED, and gives its place up otherwise."""
-        self._committing_count -= 1
-        if state is not CommitState.COMMITTED:
-            self.counters.corrupt_on_commit_count += state is CommitState.CORRUPT
-            self._give_up(reservation)
-            return
-        entry = self._namespaces[reservation.key.namespace_id]
-        del entry.pending[reservation.key.block_hash]
-        entry.stored[reservation.key.block_hash] = StoredBlock(
-            reservation.place, reservation.landed_bytes, reservation.generation, is_verified
-        )
-        self._headers.publish_slot(reservation.place, reservation.generation, is_verified=is_verified)
-        self._key_at[reservation.place] = reservation.key
-        self._count_use(reservation.place, -1)
-        self._recency.touch_chain([reservation.key])
-        self._recency.unhold(reservation.key)
-        self.counters.committed_count += 1
-        self.evict_to_low_watermark()
+    def end_commits(self, outcomes: Iterable[tuple[Reservation, CommitState]], *, is_verified: bool = True) -> None:
+        """Makes the blocks readable that are COMMITTED, and gives the places of the others up.
+
+        `is_verified` says whether the daemon itself has seen their payloads match their checksums.
+        """
+        keys: list[BlockKey] = []
+        places: list[Place] = []
+        for reservation, state in outcomes:
+            self._committing_count -= 1
+            if state is not CommitState.COMMITTED:
+                self.counters.corrupt_on_commit_count += state is CommitState.CORRUPT
+                self._give_up(reservation)
+                continue
+            key, place, generation = reservation.key, reservation.place, reservation.generation
+            entry = self._namespaces[key.namespace_id]
+            del entry.pending[key.block_hash]
+            entry.stored[key.block_hash] = StoredBlock(place, reservation.landed_bytes, generation, is_verified)
+            self._headers.publish_slot(place, generation, is_verified=is_verified)
+            self._key_at[place] = key
+            keys.append(key)
+            places.append(place)
+        self._count_uses(places, -1)
+        self._recency.touch_chain(keys)
+        self._recency.unhold(keys)
+        self.counters.committed_count += len(keys)
 
     def abort_siblings(self, reservation_ids: Iterable[ReservationId], *, owner_id: OwnerId) -> None:
         """Gives these reservations up, and all others of the calls that made them."""
@@ -455,7 +456,7 @@ class StoreCore:
                 self.abort(sibling, owner_id=owner_id)
 
     def abort(self, reservation_id: ReservationId, *, owner_id: OwnerId) -> bool:
-        """Gives a reservation up; False when it had ended, even if its slot is free only now."""
+        """Gives a reservation up; False when it had ended, even if its slot is free only now, or not yet."""
         reservation = self._reservations.release(reservation_id, owner_id=owner_id)
         if reservation is None:
             self._end_stranding(reservation_id, owner_id=owner_id)
@@ -468,8 +469,7 @@ class StoreCore:
     def end_owner(self, owner_id: OwnerId) -> int:
         """Ends all that an owner holds who is no more; returns how many reservations, which may unblock waiters."""
         for places in self._leases.release_all(owner_id=owner_id):
-            for place in places:
-                self._end_use(place)
+            self._end_use(places)
         reservations = self._reservations.release_all(owner_id=owner_id)
         for reservation in reservations:
             self._give_up(reservation)
@@ -481,18 +481,22 @@ class StoreCore:
         """Ends leases and reservations whose time is up; returns how many reservations, which may unblock waiters."""
         for places in self._leases.expire(now_s=now_s):
             self.counters.expired_lease_count += 1
-            for place in places:
-                self._end_use(place)
-        for reservation in self._stranded.expire(now_s=now_s):
-            self._free(reservation)
+            self._end_use(places)
         expired = self._reservations.expire(now_s=now_s)
         for reservation in expired:
             if reservation.is_in_slot:
-                self._strand(reservation, now_s=now_s)
+                self._strand(reservation)
             else:
                 self._give_up(reservation)
         self.counters.expired_reservation_count += len(expired)
         return len(expired)
+
+    def fence(self) -> None:
+        """To be told when nothing can arrive any more over NIXL in a slot that was reserved so far."""
+        self._fenced_generation = Generation(self._last_generation)
+        unfenced, self._unfenced = self._unfenced, []
+        for reservation in unfenced:
+            self._free(reservation)
 
     def quarantine(self, namespace_id: ScopedId, block_hash: BlockHash, block: StoredBlock) -> None:
         """Drops a block that did not verify, unless it was replaced meanwhile; readers keep its slot until they end."""
@@ -502,7 +506,10 @@ class StoreCore:
             self.counters.corrupt_in_memory_count += 1
 
     def evict_to_low_watermark(self) -> int:
-        """From above the high mark, drops the coldest leaves down to the low one, some per call; returns how many."""
+        """From above the high mark, drops the coldest leaves down to the low one, some per call; returns how many.
+
+        To be called after commits, when nobody waits for it. A store that is full all the same makes its own room.
+        """
         excess_bytes = self._watermarks.excess_bytes(
             used_bytes=self.space.used_bytes, capacity_bytes=self.space.ready_bytes, is_evicting=self._is_evicting
         )
@@ -526,7 +533,12 @@ class StoreCore:
 
     @property
     def stranded_count(self) -> int:
-        return len(self._stranded)
+        return len(self._stranded) + len(self._unfenced)
+
+    @property
+    def unfenced_count(self) -> int:
+        """Stranded slots that only a fence frees."""
+        return len(self._unfenced)
 
     @property
     def block_count(self) -> int:
@@ -570,12 +582,16 @@ class StoreCore:
                 *(block.generation for block in entry.stored.values()),
                 *(reservation.generation for reservation in entry.pending.values()),
             )
-        ] + [hold.generation for hold in self._stranded.values()]
+        ]
+        stranded = [*self._stranded.values(), *self._unfenced]
+        generations += [hold.generation for hold in stranded]
         assert len(set(generations)) == len(generations), "a generation was given out twice"
         assert max(generations, default=0) <= self._last_generation, "a generation from the future"
-        for hold in self._stranded.values():
+        for hold in stranded:
             assert hold.place not in self._key_at, f"stranded slot {hold.place} has a block"
             assert hold.is_in_slot, f"{hold.key} is stranded though nobody else writes it"
+        for hold in self._unfenced:
+            assert hold.generation > self._fenced_generation, f"stranded slot {hold.place} is fenced"
         for slab in self._use_counts:
             assert self.space.taken_places(slab), f"slab {slab} is in use and empty"
         for key, place in stored.items():
@@ -612,12 +628,12 @@ class StoreCore:
     def _admit(self, key: BlockKey, *, parent: BlockKey | None) -> Place | None:
         """A place for a block that nobody has yet, which is held from now on; None: there is no room."""
         self._recency.insert(key, parent=parent)
-        self._recency.hold(key)  # until it is committed
+        self._recency.hold((key,))  # until it is committed
         place = self._take_place(key.namespace_id)
         if place is None:
             self._recency.remove(key)
             return None
-        self._count_use(place, +1)
+        self._count_uses((place,), +1)
         return place
 
     def _begin(
@@ -734,29 +750,40 @@ class StoreCore:
         self.counters.evicted_count += len(victims)
         return len(victims)
 
-    def _use(self, place: Place) -> None:
-        """Holds a place for somebody beside the index; owes one `_end_use`."""
-        self.space.retain(place)
-        self._count_use(place, +1)
-        key = self._key_at.get(place)
-        if key is not None:
-            self._recency.hold(key)
+    def _use(self, places: Sequence[Place]) -> list[BlockKey]:
+        """Holds places for somebody beside the index, and returns the blocks there; owes one `_end_use` of each."""
+        self.space.retain(places)
+        self._count_uses(places, +1)
+        keys = self._keys_at(places)
+        self._recency.hold(keys)
+        return keys
 
-    def _end_use(self, place: Place) -> None:
-        key = self._key_at.get(place)  # none when the block was quarantined meanwhile
-        if key is not None:
-            self._recency.unhold(key)
-        self._count_use(place, -1)
-        self.space.release(place)
+    def _end_use(self, places: Sequence[Place]) -> None:
+        self._recency.unhold(self._keys_at(places))
+        self._count_uses(places, -1)
+        for place in places:
+            self.space.release(place)
 
-    def _count_use(self, place: Place, change: int) -> None:
-        slab = self.space.slab_of(place)
-        count = self._use_counts.get(slab, 0) + change
-        assert count >= 0, f"slab {slab} has {count} uses"
-        if count:
-            self._use_counts[slab] = count
-        else:
-            del self._use_counts[slab]
+    def _lease(self, blocks: Sequence[StoredBlock], *, owner_id: OwnerId, now_s: float, duration_s: float) -> LeaseId:
+        places = tuple([block.place for block in blocks])
+        self._recency.touch_chain(self._use(places))
+        return LeaseId(self._leases.grant(owner_id=owner_id, value=places, now_s=now_s, duration_s=duration_s))
+
+    def _keys_at(self, places: Sequence[Place]) -> list[BlockKey]:
+        """The stored blocks at these places; there is none where it is still to come, or was quarantined meanwhile."""
+        key_at = self._key_at
+        return [key_at[place] for place in places if place in key_at]
+
+    def _count_uses(self, places: Sequence[Place], change: int) -> None:
+        counts, slab_bytes = self._use_counts, self.space.slab_bytes
+        for place in places:
+            slab = SlabId(place // slab_bytes)
+            count = counts.get(slab, 0) + change
+            assert count >= 0, f"slab {slab} has {count} uses"
+            if count:
+                counts[slab] = count
+            else:
+                del counts[slab]
 
     def _drop(self, key: BlockKey) -> None:
         block = self._namespaces[key.namespace_id].stored.pop(key.block_hash)
@@ -765,15 +792,24 @@ class StoreCore:
         self.space.release(block.place)
 
     def _give_up(self, reservation: Reservation) -> None:
+        """Its writer is done with the slot, or no more."""
+        if reservation.path is TransferPath.NIXL:
+            self._strand(reservation)
+            return
         self._forget(reservation)
         self._free(reservation)
 
-    def _strand(self, reservation: Reservation, *, now_s: float) -> None:
-        """Gives a block up, but not its slot, into which the client may be writing at any moment."""
+    def _strand(self, reservation: Reservation) -> None:
+        """Gives a block up, but not its slot, into which something may be written at any moment."""
         self._forget(reservation)
+        if reservation.path is TransferPath.NIXL and reservation.generation <= self._fenced_generation:
+            self._free(reservation)
+            return
         self.counters.stranded_reservation_count += 1
-        deadline_s = inf if reservation.path is TransferPath.SLAB else now_s + _STRANDED_NIXL_S
-        self._stranded.adopt(reservation.id, owner_id=reservation.owner_id, value=reservation, deadline_s=deadline_s)
+        if reservation.path is TransferPath.NIXL:
+            self._unfenced.append(reservation)
+        else:
+            self._stranded.adopt(reservation.id, owner_id=reservation.owner_id, value=reservation, deadline_s=inf)
 
     def _end_stranding(self, reservation_id: ReservationId, *, owner_id: OwnerId) -> None:
         stranded = self._stranded.release(reservation_id, owner_id=owner_id)
@@ -788,5 +824,5 @@ class StoreCore:
         self._headers.clear_slot(reservation.place)
 
     def _free(self, reservation: Reservation) -> None:
-        self._count_use(reservation.place, -1)
+        self._count_uses((reservation.place,), -1)
         self.space.release(reservation.place)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from wsgiref.simple_server import WSGIServer
 
 import prometheus_client
@@ -20,12 +20,23 @@ from kvstore_server.shm.arenas import Arenas
 Labels = dict[str, str]
 
 
+class Attached(Protocol):
+    """Who is attached to the slab socket."""
+
+    @property
+    def session_count(self) -> int: ...
+
+    @property
+    def connection_count(self) -> int: ...
+
+
 class Observed(NamedTuple):
     """What the figures are read from."""
 
     core: StoreCore
     arenas: Arenas
     in_flight: InFlight
+    slab: Attached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,14 +98,27 @@ SPECS: tuple[MetricSpec, ...] = (
     MetricSpec(
         name="kvstore_store_stranded_slots",
         kind=GaugeMetricFamily,
-        help="Slots of expired reservations whose client may still be writing into them; free when it is done or gone.",
+        help="Slots that are given to nobody because something may still be written into them: of expired reservations "
+        "until their client is done or gone, of NIXL until nothing can be on its way any more.",
         samples=_one(lambda store: store.core.stranded_count),
     ),
     MetricSpec(
         name="kvstore_store_stranded_reservations_total",
         kind=CounterMetricFamily,
-        help="Reservations that expired while their client may have been writing into the slot itself.",
+        help="Reservations that ended while something may still have been written into the slot.",
         samples=_one(lambda store: store.core.counters.stranded_reservation_count),
+    ),
+    MetricSpec(
+        name="kvstore_slab_sessions",
+        kind=GaugeMetricFamily,
+        help="Clients attached to the slab socket; one that reads and writes may have two sessions.",
+        samples=_one(lambda store: store.slab.session_count),
+    ),
+    MetricSpec(
+        name="kvstore_slab_connections",
+        kind=GaugeMetricFamily,
+        help="Connections to the slab socket, sessions included.",
+        samples=_one(lambda store: store.slab.connection_count),
     ),
     MetricSpec(
         name="kvstore_store_in_flight_bytes",

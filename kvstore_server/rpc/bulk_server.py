@@ -212,12 +212,12 @@ class BulkServer:
             raise
         link.set_deadline(time.monotonic() + self._transfer_s_max, stall_s=self._stall_s)
         if self._stopping.is_set():
-            _send_refusal(link, "the daemon is shutting down")
+            _send_refusal(link, "the daemon is shutting down", status=BulkStatus.BUSY)
             return False
         try:
             transfer = self._desk.redeem(request)
         except KvstoreError as error:
-            _send_refusal(link, str(error))
+            _send_refusal(link, str(error), status=BulkStatus.BUSY)
             raise
         if isinstance(transfer, Refusal):
             _send_refusal(link, transfer.reason)
@@ -311,10 +311,10 @@ def _check_total(sizes_bytes: list[int], following_bytes: int) -> None:
         raise ProtocolError(f"{received_bytes} bytes have come; the request says {following_bytes}")
 
 
-def _send_refusal(link: Link, reason: str) -> None:
+def _send_refusal(link: Link, reason: str, *, status: BulkStatus = BulkStatus.REFUSED) -> None:
     text = reason.encode()
     with contextlib.suppress(OSError):  # the peer may not wait for it
-        link.send([TransferReply(BulkStatus.REFUSED, 0, len(text)).encode(), text])
+        link.send([TransferReply(status, 0, len(text)).encode(), text])
         link.end(within_s=_REFUSAL_S)
 
 
@@ -323,4 +323,4 @@ def _refuse(sock: socket.socket, reason: str) -> None:
     text = reason.encode()
     with contextlib.closing(sock), contextlib.suppress(OSError):
         sock.setblocking(False)
-        sock.send(TransferReply(BulkStatus.REFUSED, 0, len(text)).encode() + text)
+        sock.send(TransferReply(BulkStatus.BUSY, 0, len(text)).encode() + text)

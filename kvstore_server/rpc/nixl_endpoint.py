@@ -29,15 +29,24 @@ class NixlEndpoint:
     moment. The daemon then loses this path for a moment, and no block.
     """
 
-    def __init__(self, descriptors: Sequence[int], *, arena_bytes: int, on_metadata: Callable[[bytes], None]) -> None:
+    def __init__(
+        self,
+        descriptors: Sequence[int],
+        *,
+        arena_bytes: int,
+        on_metadata: Callable[[bytes], None],
+        on_fenced: Callable[[], None],
+    ) -> None:
         """Takes writable descriptors of all arenas, in order. Raises `UnavailableError` when NIXL is not installed.
 
-        `on_metadata` is told what `StoreInfo` shall tell: the metadata of who serves now, or nothing.
+        `on_metadata` is told what `StoreInfo` shall tell: the metadata of who serves now, or nothing. `on_fenced` is
+        called while that is nothing, when nobody is left who could write what clients have put on their way.
         """
         check_installed()
         self._descriptors = tuple(descriptors)
         self._arena_bytes = arena_bytes
         self._tell = on_metadata
+        self._on_fenced = on_fenced
         self._process: asyncio.subprocess.Process | None = None
 
     async def run(self) -> None:
@@ -67,12 +76,15 @@ class NixlEndpoint:
         It costs every client its connection, so it is for what a broken write may have left behind.
         """
         self._tell(b"")
-        process, self._process = self._process, None
+        process = self._process
         if process is None:
             return
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
+        if self._process is process:
+            self._process = None
+            self._on_fenced()
 
     def close(self) -> None:
         """Gives the descriptors back, once `run` has ended."""

@@ -11,12 +11,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from kvstore import PROTOCOL_VERSION, __version__
 from kvstore import messages as m
-from kvstore.envelope import ENVELOPE_BYTES, Envelope, PayloadChecksum
-from kvstore.errors import CorruptBlockError, InvalidArgumentError
+from kvstore.envelope import ENVELOPE_BYTES, PayloadChecksum
+from kvstore.errors import InvalidArgumentError, UnavailableError
 from kvstore.frames import ReadFrame, WriteFrame, cut
 from kvstore.keys import HASH_BYTES, BlockHash, split_hashes
 from kvstore.messages import (
@@ -42,6 +42,9 @@ INLINE_BYTES_MAX = 32 << 10
 """Up to here a copy on the loop is cheaper than handing it to a thread."""
 
 
+_NOBODY = OwnerId(b"")
+"""Holds nothing."""
+
 _Result = TypeVar("_Result")
 
 
@@ -63,7 +66,9 @@ class Endpoints:
 
     slab_socket: str = ""
     bulk_port: int = 0
+    is_nixl_enabled: bool = False
     nixl_metadata: bytes = b""
+    """Empty while nobody serves NIXL, even where it is enabled."""
 
 
 class StoreService:
@@ -95,6 +100,7 @@ class StoreService:
         self._clock = clock
         self._started_s = clock()
         self._unbroken_tasks: set[asyncio.Task[object]] = set()
+        self._sessions: set[OwnerId] = set()
         # Replaced and set whenever a pending block has become something else.
         self._settled = asyncio.Event()
 
@@ -160,7 +166,7 @@ class StoreService:
     async def acquire_prefix(self, request: m.AcquirePrefixRequest, caller: Caller) -> m.AcquirePrefixResponse:
         namespace_id = scoped(caller.tenant, request.namespace_id)
         hashes = _hashes(request.block_hashes)
-        owner_id = _owner(request.owner_id)
+        owner_id = self._new_holder(request.owner_id, caller)
         lease_s = _duration("lease_duration", request.lease_s, max_s=m.LEASE_S_MAX)
         found = await self._find(namespace_id, hashes, wait_s=request.wait_s)
         # No await between finding and leasing: nothing can leave in between.
@@ -180,7 +186,7 @@ class StoreService:
         )
 
     async def renew_leases(self, request: m.RenewLeasesRequest, caller: Caller) -> m.RenewLeasesResponse:
-        owner_id = _owner(request.owner_id)
+        owner_id = self._holder(request.owner_id, caller)
         _count("lease_ids", len(request.lease_ids), count_max=m.LEASE_IDS_MAX)
         lease_s = _duration("lease_duration", request.lease_s, max_s=m.LEASE_S_MAX)
         now_s = self._clock()
@@ -192,7 +198,7 @@ class StoreService:
         )
 
     async def release_leases(self, request: m.ReleaseLeasesRequest, caller: Caller) -> m.ReleaseLeasesResponse:
-        owner_id = _owner(request.owner_id)
+        owner_id = self._holder(request.owner_id, caller)
         _count("lease_ids", len(request.lease_ids), count_max=m.LEASE_IDS_MAX)
         return m.ReleaseLeasesResponse(
             released=tuple(self._core.release_lease(lease, owner_id=owner_id) for lease in request.lease_ids)
@@ -201,7 +207,7 @@ class StoreService:
     async def lease_blocks(self, request: m.LeaseBlocksRequest, caller: Caller) -> m.LeaseBlocksResponse:
         namespace_id = scoped(caller.tenant, request.namespace_id)
         hashes = _hashes(request.block_hashes)
-        owner_id = _owner(request.owner_id)
+        owner_id = self._new_holder(request.owner_id, caller)
         if request.path is TransferPath.STREAM:
             raise InvalidArgumentError.of("path", "STREAM", "SLAB, BULK or NIXL; ReadBlocks needs no lease")
         self._check_path(request.path, owner_id, caller, is_write=False)
@@ -215,7 +221,7 @@ class StoreService:
         slots = ticket = b""
         if request.path is not TransferPath.BULK:
             self._core.count_read(leased.blocks)
-            slots = encode_slot_records([block.record for block in leased.blocks])
+            slots = encode_slot_records([(block.place, block.generation, block.size_bytes) for block in leased.blocks])
         elif leased.lease_id is not None:
             assert self._transfers is not None, "a path that was refused"
             hits = [hashes[index] for index, state in enumerate(leased.states) if state == BlockState.HIT]
@@ -270,7 +276,7 @@ class StoreService:
     async def reserve_blocks(self, request: m.ReserveBlocksRequest, caller: Caller) -> m.ReserveBlocksResponse:
         namespace_id = scoped(caller.tenant, request.namespace_id)
         hashes = _hashes(request.block_hashes)
-        owner_id = _owner(request.owner_id)
+        owner_id = self._new_holder(request.owner_id, caller)
         if len(set(hashes)) != len(hashes):
             raise InvalidArgumentError.of("block_hashes", "the same block twice", "each block once")
         if len(request.parent_hash) not in (0, HASH_BYTES):
@@ -289,7 +295,7 @@ class StoreService:
         reserved = [reservation for reservation in reservations if reservation is not None]
         slots = ticket = b""
         if request.path in (TransferPath.SLAB, TransferPath.NIXL):
-            slots = encode_slot_records([reservation.record for reservation in reserved])
+            slots = encode_slot_records([(one.place, one.generation, one.block_bytes_max) for one in reserved])
         elif request.path is TransferPath.BULK and reserved:
             assert self._transfers is not None, "a path that was refused"
             ticket = self._transfers.issue_write(
@@ -311,7 +317,7 @@ class StoreService:
         landing: Awaitable[None] | None = None
         try:
             async for frame in frames:
-                owner_id = owner_id or _owner(frame.owner_id or b"")
+                owner_id = owner_id or self._holder(frame.owner_id or b"", caller)
                 touched.add(frame.reservation_id)
                 # One frame lands while the next one comes, and no more.
                 if landing is not None:
@@ -335,15 +341,23 @@ class StoreService:
         return 0 if reservation is None else len(reservation.siblings) * reservation.block_bytes_max
 
     async def commit_blocks(self, request: m.CommitBlocksRequest, caller: Caller) -> m.CommitBlocksResponse:
-        owner_id = _owner(request.owner_id)
+        owner_id = self._holder(request.owner_id, caller)
         _count("reservation_ids", len(request.reservation_ids), count_max=m.BATCH_COUNT_MAX)
-        states = await self._unbroken(self._commit(request.reservation_ids, owner_id=owner_id))
-        return m.CommitBlocksResponse(commit_states=bytes(states))
+        reservations = [self._core.begin_commit(number, owner_id=owner_id) for number in request.reservation_ids]
+        settled = [
+            self._verdict_without_payload(reservation) if reservation else CommitState.EXPIRED
+            for reservation in reservations
+        ]
+        if None in settled:
+            settled = await self._unbroken(self._commit_after_hashing(reservations, settled))
+        else:  # as usual when the client has written into the slots: then this takes no task, and no turn of the loop
+            self._end_commits(reservations, settled, is_verified=False)
+        return m.CommitBlocksResponse(commit_states=bytes(cast("list[CommitState]", settled)))
 
     async def abort_reservations(
         self, request: m.AbortReservationsRequest, caller: Caller
     ) -> m.AbortReservationsResponse:
-        owner_id = _owner(request.owner_id)
+        owner_id = self._holder(request.owner_id, caller)
         _count("reservation_ids", len(request.reservation_ids), count_max=m.BATCH_COUNT_MAX)
         aborted = [self._core.abort(reservation, owner_id=owner_id) for reservation in request.reservation_ids]
         self.wake_waiters()
@@ -351,8 +365,13 @@ class StoreService:
 
     # --- what ends
 
+    def begin_session(self, session_id: OwnerId) -> None:
+        """A session of the slab socket has begun: until it ends, what it holds is for its own calls alone."""
+        self._sessions.add(session_id)
+
     def end_session(self, session_id: OwnerId) -> None:
         """A session of the slab socket is over: nobody is left who could use, or spoil, what it held."""
+        self._sessions.discard(session_id)
         if self._core.end_owner(session_id):
             self.wake_waiters()
 
@@ -360,6 +379,8 @@ class StoreService:
         """To be called whenever a pending block has become something else."""
         self._settled.set()
         self._settled = asyncio.Event()
+        # Later, when whoever has committed it has his answer: evicting takes as long as committing.
+        asyncio.get_running_loop().call_soon(self._core.evict_to_low_watermark)
 
     def sweep(self) -> None:
         """Ends what has expired; to be called every so often."""
@@ -440,10 +461,24 @@ class StoreService:
                 if self._transfers is None:
                     raise InvalidArgumentError.of("path", "BULK", "no BULK here: this daemon has no data port")
             case TransferPath.NIXL:
+                if self.endpoints.is_nixl_enabled and not self.endpoints.nixl_metadata:
+                    raise UnavailableError("NIXL is restarting; try again")
                 if not self.endpoints.nixl_metadata:
                     raise InvalidArgumentError.of("path", "NIXL", "no NIXL here: nixl.enabled is false")
             case TransferPath.STREAM:
                 pass
+
+    def _holder(self, owner_id: bytes, caller: Caller) -> OwnerId:
+        """In whose name something held is used; nobody's, when it is another's session: its id alone opens nothing."""
+        owner = _owner(owner_id)
+        return _NOBODY if owner != caller.session_id and owner in self._sessions else owner
+
+    def _new_holder(self, owner_id: bytes, caller: Caller) -> OwnerId:
+        """In whose name something is to be held."""
+        owner = self._holder(owner_id, caller)
+        if owner == _NOBODY:
+            raise InvalidArgumentError.of("owner_id", owner_id.hex(), "one that is no other session's")
+        return owner
 
     def _is_overloaded(self, path: TransferPath, owner_id: OwnerId, caller: Caller) -> bool:
         """Whether a store is one too many; one into the slot itself moves nothing through the daemon."""
@@ -455,13 +490,10 @@ class StoreService:
             case TransferPath.SLAB | TransferPath.NIXL:
                 return False
 
-    async def _commit(self, reservation_ids: Sequence[ReservationId], *, owner_id: OwnerId) -> list[CommitState]:
-        reservations = [self._core.begin_commit(number, owner_id=owner_id) for number in reservation_ids]
-        settled = [
-            self._verdict_without_payload(reservation) if reservation else CommitState.EXPIRED
-            for reservation in reservations
-        ]
-        landed = [hold for hold, known in zip(reservations, settled, strict=True) if hold and not known]
+    async def _commit_after_hashing(
+        self, reservations: Sequence[Reservation | None], settled: Sequence[CommitState | None]
+    ) -> list[CommitState | None]:
+        landed = [hold for hold, known in zip(reservations, settled, strict=True) if hold and known is None]
         checks = [
             self._check(hold.key, hold.place, hold.landed_bytes, payload_checksum=hold.known_checksum)
             for hold in landed
@@ -470,14 +502,26 @@ class StoreService:
             checked = iter([check() for check in checks])
         else:
             checked = iter(await self._in_thread(lambda: [check() for check in checks]))
-        states: list[CommitState] = []
-        for reservation, known in zip(reservations, settled, strict=True):
-            state = known or next(checked)
-            if reservation is not None:
-                self._core.end_commit(reservation, state=state, is_verified=known is None)
-            states.append(state)
+        states = [next(checked) if known is None else known for known in settled]
+        is_hashed = [known is None for known in settled]
+        for is_verified in (True, False):
+            self._end_commits(
+                [hold if hashed is is_verified else None for hold, hashed in zip(reservations, is_hashed, strict=True)],
+                states,
+                is_verified=is_verified,
+            )
+        return list(states)
+
+    def _end_commits(
+        self,
+        reservations: Sequence[Reservation | None],
+        states: Sequence[CommitState | None],
+        *,
+        is_verified: bool,
+    ) -> None:
+        outcomes = [(hold, state) for hold, state in zip(reservations, states, strict=True) if hold and state]
+        self._core.end_commits(outcomes, is_verified=is_verified)
         self.wake_waiters()
-        return states
 
     def _verdict_without_payload(self, reservation: Reservation) -> CommitState | None:
         """What can be said of a block before its payload is hashed; None when that decides.
@@ -490,23 +534,12 @@ class StoreService:
         being_written = encode_slot_header(reservation.generation, is_readable=False, is_verified=False)
         if self._arenas.header(reservation.place) != being_written:
             return CommitState.CORRUPT
-        head = bytes(self._arenas.view(reservation.place, ENVELOPE_BYTES))
-        if not any(head):
-            return CommitState.INCOMPLETE
-        try:
-            envelope = Envelope.decode(head)
-        except CorruptBlockError:
-            return CommitState.CORRUPT
         namespace_id, block_hash = reservation.key
-        size_bytes = ENVELOPE_BYTES + envelope.payload_bytes
-        if (
-            envelope.namespace_id != namespace_of(namespace_id)
-            or envelope.block_hash != block_hash
-            or envelope.decoded_bytes != self._core.payload_bytes(namespace_id)
-            or size_bytes > reservation.block_bytes_max
-        ):
-            return CommitState.CORRUPT
-        self._core.land_in_slot(reservation, size_bytes=size_bytes)
+        envelope = bytes(self._arenas.view(reservation.place, ENVELOPE_BYTES))
+        # Blocks are stored bit for bit, so all of an envelope but the checksum is known.
+        if not self._core.envelopes(namespace_id).has_made(envelope, block_hash):
+            return CommitState.CORRUPT if any(envelope) else CommitState.INCOMPLETE
+        self._core.land_in_slot(reservation, size_bytes=ENVELOPE_BYTES + self._core.payload_bytes(namespace_id))
         return CommitState.COMMITTED if reservation.path is TransferPath.SLAB else None
 
     async def _verify_stored(self, namespace_id: ScopedId, block_hash: BlockHash) -> BlockState:

@@ -254,6 +254,7 @@ class SlabServer:
             may_write=access is Access.WRITE,
         )
         self._sessions[session_id] = session = _Session(caller=caller, access=access)
+        self._service.begin_session(session_id)
         try:
             self._welcome(connection, access)
             # The kernel bounds how many descriptors wait unread at all receivers together: one or two at each.

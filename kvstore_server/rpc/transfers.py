@@ -183,7 +183,7 @@ class Transfers:
         for reservation, landing in zip(write.reservations, landings, strict=True):
             reservation.landed_bytes = landing.size_bytes
             self._core.counters.written_bytes += landing.size_bytes
-            self._core.end_commit(reservation, state=landing.verdict)
+            self._core.end_commits([(reservation, landing.verdict)])
         self._turns.end_store(write.client_id, write.size_bytes)
         self._on_settled()
         return bytes([landing.verdict for landing in landings])
@@ -238,7 +238,7 @@ class Transfers:
         held = [reservation for reservation in found if reservation is not None]
         if len(held) < len(found):
             for reservation in held:
-                self._core.end_commit(reservation, state=CommitState.EXPIRED)
+                self._core.end_commits([(reservation, CommitState.EXPIRED)])
             self._on_settled()
             return Refusal(reason=f"{len(found) - len(held)} of {len(found)} reservations have ended")
         size_bytes = sum(reservation.block_bytes_max for reservation in held)

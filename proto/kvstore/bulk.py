@@ -40,7 +40,9 @@ class Direction(IntEnum):
 class BulkStatus(IntEnum):
     OK = 0
     REFUSED = 1
-    """Unknown, used or expired ticket, or one for something else."""
+    """This transfer: unknown, used or expired ticket, or one for something else."""
+    BUSY = 2
+    """Any transfer, at present: too many connections, or the daemon is going down."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,7 @@ _VERSION = 1
 _HEADER = struct.Struct("<4sHH32s32sBBHIQQQQQ")
 _CHECKSUM = struct.Struct("<Q")
 _VARIABLE_END = struct.Struct("<QQ")
+_ZERO_WORD = bytes(8)
 _CHECKED_BYTES = ENVELOPE_BYTES - _CHECKSUM.size
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -130,6 +131,15 @@ class EnvelopeTemplate:
     def encode(self, block_hash: BlockHash, *, payload_checksum: int) -> bytes:
         head = self._before_hash + block_hash + self._behind_hash + _VARIABLE_END.pack(payload_checksum, 0)
         return head + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))
+
+    def has_made(self, envelope: bytes, block_hash: BlockHash) -> bool:
+        """Whether this is the envelope of that block, with whatever checksum of its payload."""
+        head = envelope[:_CHECKED_BYTES]
+        return (
+            head[:104] == self._before_hash + block_hash + self._behind_hash
+            and head[112:] == _ZERO_WORD
+            and envelope[_CHECKED_BYTES:] == _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))
+        )
 
 
 def checksum(payload: Buffer) -> int:

@@ -20,6 +20,7 @@ import pytest_asyncio
 
 from kvstore.envelope import ENVELOPE_BYTES, Envelope, checksum
 from kvstore.errors import DeadlineExceededError, ProtocolError, UnavailableError
+from kvstore.exact import exact_envelope
 from kvstore.keys import BlockHash
 from kvstore.messages import BlockState, TransferPath
 from kvstore.namespace import Namespace
@@ -32,7 +33,6 @@ from kvstore.slab import (
     encode_slot_records,
 )
 from kvstore_client import Client
-from kvstore_client.envelopes import exact_envelope
 from kvstore_client.flows.steps import Fetch, Send
 from kvstore_client.paths.nixl import BareTransfer, NixlMetadata, NixlMover
 from kvstore_server.rpc.nixl_endpoint import NixlEndpoint
@@ -67,11 +67,18 @@ class Served:
 
     def __init__(self, descriptors: Sequence[int]) -> None:
         self.metadata = b""
-        self.endpoint = NixlEndpoint(descriptors, arena_bytes=_ARENA_BYTES, on_metadata=self._note)
+        self.fence_count = 0
+        self.endpoint = NixlEndpoint(
+            descriptors, arena_bytes=_ARENA_BYTES, on_metadata=self._note, on_fenced=self._note_fence
+        )
         self._arenas = [mmap.mmap(descriptor, _ARENA_BYTES) for descriptor in descriptors]
 
     def _note(self, metadata: bytes) -> None:
         self.metadata = metadata
+
+    def _note_fence(self) -> None:
+        assert not self.metadata, "clients are sent to a process that is no more"
+        self.fence_count += 1
 
     @property
     def pid(self) -> int:
@@ -245,9 +252,10 @@ async def test_a_killed_serving_process_fails_transfers_and_is_replaced(served: 
     blocks = Blocks.make(4, payload_bytes=1 << 20)
     blocks.store(served)
     assert await asyncio.to_thread(mover.fetch, blocks.fetch(blocks.targets())) == [BlockState.HIT] * 4
-    killed = served.pid
+    killed, fence_count = served.pid, served.fence_count
     os.kill(killed, signal.SIGKILL)
     await _until(lambda: not served.metadata)
+    assert served.fence_count == fence_count + 1
     with pytest.raises(UnavailableError):
         await asyncio.to_thread(mover.fetch, blocks.fetch(blocks.targets()))
     assert await _fetch_again(served, blocks)
@@ -265,7 +273,10 @@ async def test_nothing_of_a_broken_send_lands_behind_a_fence(served: Served) -> 
     os.kill(served.pid, signal.SIGSTOP)  # so that a part waits in the socket
     with pytest.raises(DeadlineExceededError):
         await asyncio.to_thread(mover.send, blocks.send(timeout_s=0.5))
-    await served.endpoint.fence()
+    killed, fence_count = served.pid, served.fence_count
+    await asyncio.gather(served.endpoint.fence(), served.endpoint.fence())
+    assert served.fence_count == fence_count + 1
+    assert not psutil.pid_exists(killed)
     await served.mover()
     for slot in blocks.slots:
         assert not any(served.view(slot.place, SLOT_HEADER_BYTES + slot.size_bytes))
@@ -342,7 +353,7 @@ def test_without_nixl_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPat
     with pytest.raises(UnavailableError, match=r"pip install 'kvstore\[nixl\]'"):
         NixlMover(_METADATA.encode())
     with pytest.raises(UnavailableError, match=r"pip install 'kvstore\[nixl\]'"):
-        NixlEndpoint([0], arena_bytes=4096, on_metadata=print)
+        NixlEndpoint([0], arena_bytes=4096, on_metadata=print, on_fenced=print)
 
 
 async def _until(condition: Callable[[], bool]) -> None:

@@ -196,7 +196,8 @@ def test_a_put_whose_transfer_fails_gives_its_reservations_up(route: Route) -> N
 
 
 def seen(index: int) -> SeenBlock:
-    return SeenBlock(memoryview(payloads(SPACE, 3)[index]), Generation(index + 1))
+    slot = memoryview(payloads(SPACE, 3)[index])
+    return SeenBlock(arena=slot, start=0, size_bytes=len(slot), generation=Generation(index + 1))
 
 
 def test_a_view_holds_what_is_there_until_it_is_released() -> None:

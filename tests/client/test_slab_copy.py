@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from kvstore.envelope import ENVELOPE_BYTES, Buffer, checksum
+from kvstore.exact import exact_envelopes
 from kvstore.messages import BlockState
 from kvstore.slab import (
     EMPTY_SLOT_HEADER,
@@ -18,7 +19,6 @@ from kvstore.slab import (
     Generation,
     encode_slot_header,
 )
-from kvstore_client.envelopes import exact_envelopes
 from kvstore_client.paths.slab_copy import Crew, copy_and_hash, load_slot, store_slot
 from tests.client.builders import chain, enveloped, namespace, payloads
 

@@ -246,14 +246,14 @@ def test_held_blocks_are_no_candidates_and_cost_a_search_nothing() -> None:
     lru: LeafLru[int] = LeafLru(refusal_count_max=1)
     for key in range(1000):
         lru.insert(key, parent=None)
-        lru.hold(key)
+        lru.hold([key])
     lru.insert(1000, parent=None)
     lru.check_invariants()
     assert lru.pop_coldest(goal_bytes=10, size_bytes_of=lambda _: 1) == [1000]
-    lru.hold(7)
-    lru.unhold(7)
+    lru.hold([7])
+    lru.unhold([7])
     assert lru.is_held(7)
-    lru.unhold(7)
+    lru.unhold([7])
     lru.check_invariants()
     assert lru.pop_coldest(goal_bytes=10, size_bytes_of=lambda _: 1) == [7]
 

@@ -28,7 +28,7 @@ from kvstore.slab import (
 )
 from tests.contract.strategies import owner_ids, u32, u64
 
-generations = st.integers(1, 2**63 - 1).map(Generation)
+generations = st.integers(1, 2**63 - 2).map(Generation)
 hellos = st.builds(Hello, kind=st.sampled_from(ConnectionKind), access=st.sampled_from(Access), session_id=owner_ids)
 welcomes = st.builds(
     Welcome,

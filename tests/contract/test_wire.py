@@ -33,6 +33,7 @@ NARROW = {
     "aborted_count",
     "batch_count_max",
     "block_index",
+    "bulk_port",
     "frame_data_bytes_max",
     "matched_count",
     "protocol_version",

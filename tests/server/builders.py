@@ -202,7 +202,8 @@ def commit(core: StoreCore, reservation_id: ReservationId | None, *, size_bytes:
     core.end_landing(landing, size_bytes=size_bytes)
     hold = core.begin_commit(reservation_id, owner_id=ALICE)
     assert hold is not None
-    core.end_commit(hold, state=m.CommitState.COMMITTED)
+    core.end_commits([(hold, m.CommitState.COMMITTED)])
+    core.evict_to_low_watermark()
 
 
 def put(

@@ -11,7 +11,7 @@ import pytest
 
 from kvstore import messages as m
 from kvstore.envelope import ENVELOPE_BYTES
-from kvstore.errors import InvalidArgumentError, NamespaceUnknownError
+from kvstore.errors import InvalidArgumentError, NamespaceUnknownError, UnavailableError
 from kvstore.keys import BlockHash
 from kvstore.messages import (
     BlockState,
@@ -360,6 +360,16 @@ async def test_a_path_that_a_caller_may_not_take_is_refused(
     with pytest.raises(InvalidArgumentError) as refused:
         await getattr(store.service, call)(request_, caller)
     assert str(refused.value) == message
+    assert store.core.reservation_count == store.core.lease_count == 0
+
+
+async def test_while_nixl_restarts_a_caller_is_told_to_try_again(store: Mapped) -> None:
+    await store.put(1)
+    store.service.endpoints = Endpoints(is_nixl_enabled=True)
+    with pytest.raises(UnavailableError, match="NIXL is restarting; try again"):
+        await store.service.reserve_blocks(reserve_request(2, path=TransferPath.NIXL), LOOPBACK)
+    with pytest.raises(UnavailableError, match="NIXL is restarting; try again"):
+        await store.service.lease_blocks(lease_request(1, path=TransferPath.NIXL), LOOPBACK)
     assert store.core.reservation_count == store.core.lease_count == 0
 
 

@@ -71,7 +71,7 @@ class SlabSpaceMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def retain(self, data: st.DataObject) -> None:
         place = data.draw(st.sampled_from(sorted(self.refs)))
-        self.space.retain(place)
+        self.space.retain([place])
         self.refs[place] += 1
 
     @precondition(lambda self: self.refs)

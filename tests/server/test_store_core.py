@@ -85,6 +85,7 @@ class ModelReservation(ModelHold):
     parent: Key | None
     place: Place
     path: TransferPath
+    is_fenced: bool = False
     landed_bytes: int = 0
     landings: list[tuple[Reservation, int]] = field(default_factory=list)
 
@@ -108,6 +109,7 @@ class StoreCoreMachine(RuleBasedStateMachine):
         self.stored: dict[Key, tuple[Place, Key | None]] = {}  # with the parent that was claimed
         self.reservations: dict[ReservationId, ModelReservation] = {}
         self.stranded: dict[ReservationId, ModelReservation] = {}
+        self.unfenced: list[ModelReservation] = []
         self.committing: list[tuple[ModelReservation, Reservation]] = []
         self.leases: dict[LeaseId, ModelLease] = {}
         self.readers: list[tuple[Key, StoredBlock]] = []
@@ -127,6 +129,12 @@ class StoreCoreMachine(RuleBasedStateMachine):
 
     def release(self, *places: Place) -> None:
         self.held.subtract(places)
+
+    def give_up(self, hold: ModelReservation) -> None:
+        if hold.path is TransferPath.NIXL and not hold.is_fenced:
+            self.unfenced.append(hold)
+        else:
+            self.release(hold.place)
 
     def place_of(self, key: Key) -> Place:
         return self.stored[key][0]
@@ -175,28 +183,27 @@ class StoreCoreMachine(RuleBasedStateMachine):
         assert self.core.expire(now_s=self.now_s) == len(due)
         for lease in due_leases:
             self.release(*self.leases.pop(lease).places)
-        late = [number for number, hold in self.stranded.items() if hold.deadline_s + 300.0 <= self.now_s]
-        for number in late:
-            if self.stranded[number].path is TransferPath.NIXL:
-                self.release(self.stranded.pop(number).place)
         for number in due:
             hold = self.reservations.pop(number)
-            if hold.path is TransferPath.STREAM:
-                self.release(hold.place)
-            else:
-                hold.deadline_s = self.now_s
+            if hold.path is TransferPath.SLAB:
                 self.stranded[number] = hold
+            else:
+                self.give_up(hold)
 
     @rule()
-    def let_five_minutes_pass(self) -> None:
-        self.now_s += 300.0
+    def fence(self) -> None:
+        self.core.fence()
+        for hold in [*self.reservations.values(), *(hold for hold, _ in self.committing)]:
+            hold.is_fenced = True
+        self.release(*(hold.place for hold in self.unfenced))
+        self.unfenced.clear()
 
     @rule(owner_id=owners)
     def end_owner(self, owner_id: OwnerId) -> None:
         ended = [number for number, hold in self.reservations.items() if hold.owner_id == owner_id]
         assert self.core.end_owner(owner_id) == len(ended)
         for number in ended:
-            self.release(self.reservations.pop(number).place)
+            self.give_up(self.reservations.pop(number))
         for number in [number for number, hold in self.stranded.items() if hold.owner_id == owner_id]:
             self.release(self.stranded.pop(number).place)
         for lease in [lease for lease, hold in self.leases.items() if hold.owner_id == owner_id]:
@@ -359,7 +366,8 @@ class StoreCoreMachine(RuleBasedStateMachine):
     def committed(self, hold: ModelReservation, reservation: Reservation) -> None:
         reservation.landed_bytes = SIZE_BYTES  # so that every reader can tell what it should see
         self.stored[hold.key] = (hold.place, hold.parent)
-        self.evicting(lambda: self.core.end_commit(reservation, state=CommitState.COMMITTED))
+        self.core.end_commits([(reservation, CommitState.COMMITTED)])
+        self.evicting(self.core.evict_to_low_watermark)
 
     def admit(self, key: Key, parent_key: Key | None, reservation: Reservation, duration_s: float) -> None:
         tenant = key[0].tenant
@@ -430,8 +438,8 @@ class StoreCoreMachine(RuleBasedStateMachine):
         if state is CommitState.COMMITTED:
             self.committed(hold, reservation)
         else:
-            self.core.end_commit(reservation, state=state)
-            self.release(hold.place)
+            self.core.end_commits([(reservation, state)])
+            self.give_up(hold)
 
     @rule(data=st.data(), owner_id=owners)
     def abort(self, data: st.DataObject, owner_id: OwnerId) -> None:
@@ -441,7 +449,7 @@ class StoreCoreMachine(RuleBasedStateMachine):
         assert self.core.abort(number, owner_id=owner_id) == expected
         self.end_stranding(number, owner_id)
         if hold is not None and expected:
-            self.release(self.reservations.pop(number).place)
+            self.give_up(self.reservations.pop(number))
 
     @rule()
     def evict(self) -> None:
@@ -488,7 +496,8 @@ class StoreCoreMachine(RuleBasedStateMachine):
     @invariant()
     def figures_agree_with_the_model(self) -> None:
         assert self.core.lease_count == len(self.leases)
-        assert self.core.stranded_count == len(self.stranded)
+        assert self.core.stranded_count == len(self.stranded) + len(self.unfenced)
+        assert self.core.unfenced_count == len(self.unfenced)
         assert self.core.reservation_count == len(self.reservations) + len(self.committing)
         assert self.core.block_count == len(self.stored)
         assert self.core.counters.corrupt_in_memory_count == self.corrupt_count
@@ -508,9 +517,10 @@ class StoreCoreMachine(RuleBasedStateMachine):
         for _, landing, size_bytes in self.landings:
             self.core.end_landing(landing, size_bytes=size_bytes)
         for _, reservation in self.committing:
-            self.core.end_commit(reservation, state=CommitState.CORRUPT)
+            self.core.end_commits([(reservation, CommitState.CORRUPT)])
         for owner_id in (ALICE, BOB):
             self.core.end_owner(owner_id)
+        self.core.fence()
         assert self.core.lease_count == self.core.reservation_count == self.core.stranded_count == 0
         self.core._evict(self.slab_count * SLAB_BYTES)
         self.core.check_invariants()
@@ -818,16 +828,59 @@ def test_a_stranded_slot_is_not_freed_by_another_owner() -> None:
     assert core.stranded_count == 1
 
 
-def test_the_slot_of_a_remote_writer_that_never_comes_back_is_free_in_the_end() -> None:
-    """It has no session that could end; who writes even later spoils what then fails its checksum."""
+def _fail_to_commit(core: StoreCore, number: ReservationId) -> None:
+    reservation = core.begin_commit(number, owner_id=ALICE)
+    assert reservation is not None
+    core.end_commits([(reservation, CommitState.CORRUPT)])
+
+
+ends_of_a_reservation = pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param(lambda core, number: core.abort(number, owner_id=ALICE), id="abort"),
+        pytest.param(lambda core, _: core.expire(now_s=3600.0), id="time"),
+        pytest.param(lambda core, _: core.end_owner(ALICE), id="end of its session"),
+        pytest.param(_fail_to_commit, id="commit that fails"),
+    ],
+)
+
+
+@ends_of_a_reservation
+def test_a_slot_that_a_remote_write_may_be_on_its_way_to_is_nobodys_before_a_fence(
+    end: Callable[[StoreCore, ReservationId], object],
+) -> None:
+    """A one-sided write cannot be called back: it may arrive long after its client has given up."""
     core = make_core(slab_count=1)
-    reserve(core, 1, 2, 3, 4, path=TransferPath.NIXL)
-    core.expire(now_s=30.0)
-    core.expire(now_s=329.0)
-    assert core.stranded_count == 4
-    core.expire(now_s=330.0)
-    assert core.stranded_count == 0
+    _, reservations = reserve(core, 1, 2, 3, 4, path=TransferPath.NIXL)
+    for number in reservations:
+        assert number is not None
+        end(core, number)
+        assert not core.abort(number, owner_id=ALICE)
+        assert core.begin_commit(number, owner_id=ALICE) is None
+    core.expire(now_s=7200.0)
+    assert states_of(core, 1, 2, 3, 4) == [BlockState.MISS] * 4, "others wait for a block that will not come"
+    assert (core.stranded_count, core.unfenced_count) == (4, 4)
+    assert reserve(core, 11)[0] == [ReserveState.FULL]
+    core.fence()
+    assert (core.stranded_count, core.unfenced_count) == (0, 0)
+    assert reserve(core, 11)[0] == [ReserveState.RESERVED]
+    core.check_invariants()
+
+
+@ends_of_a_reservation
+def test_a_slot_that_was_reserved_before_a_fence_is_free_as_soon_as_it_is_given_up(
+    end: Callable[[StoreCore, ReservationId], object],
+) -> None:
+    """Or the writes that a fence has broken would ask for the next one, and so on for ever."""
+    core = make_core(slab_count=1)
+    _, reservations = reserve(core, 1, 2, 3, 4, path=TransferPath.NIXL)
+    core.fence()
+    for number in reservations:
+        assert number is not None
+        end(core, number)
+    assert (core.stranded_count, core.unfenced_count) == (0, 0)
     assert core.space.used_bytes == 0
+    core.check_invariants()
 
 
 def test_a_session_that_ends_leaves_nothing_behind_and_others_keep_theirs() -> None:
@@ -866,7 +919,7 @@ def test_a_lease_of_single_blocks_takes_every_hit_and_counts_as_a_use() -> None:
     reserve(core, 3)
     leased = core.lease_stored(SMALL.id, hashes(9, 1, 3, 2), owner_id=ALICE, now_s=0.0, duration_s=9.0)
     assert list(leased.states) == [BlockState.MISS, BlockState.HIT, BlockState.PENDING, BlockState.HIT]
-    assert [block.record.size_bytes for block in leased.blocks] == [1152, 1152]
+    assert [block.size_bytes for block in leased.blocks] == [1152, 1152]
     assert reserve(core, 11, 12)[0] == [ReserveState.RESERVED, ReserveState.FULL]
     assert leased.lease_id is not None
     assert core.release_lease(leased.lease_id, owner_id=ALICE)

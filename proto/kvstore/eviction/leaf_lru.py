@@ -72,21 +72,28 @@ class LeafLru(Generic[Key]):
 
     def touch_chain(self, chain: Iterable[Key]) -> None:
         """Counts one use of a run of blocks given head first; blocks that are not here are passed over."""
+        nodes, clock = self._nodes, self._clock
         for key in reversed(list(chain)):
-            node = self._nodes.get(key)
+            node = nodes.get(key)
             if node is not None:
-                self._clock += 1
-                node.stamp = self._clock
+                clock += 1
+                node.stamp = clock
+        self._clock = clock
 
-    def hold(self, key: Key) -> None:
-        """Keeps a block from being a candidate, once more, until as many `unhold`s."""
-        self._nodes[key].hold_count += 1
+    def hold(self, keys: Iterable[Key]) -> None:
+        """Keeps each of these blocks from being a candidate, once more, until as many `unhold`s."""
+        nodes = self._nodes
+        for key in keys:
+            nodes[key].hold_count += 1
 
-    def unhold(self, key: Key) -> None:
-        node = self._nodes[key]
-        assert node.hold_count > 0, f"{key!r} is not held"
-        node.hold_count -= 1
-        self._queue_leaf(key, node)
+    def unhold(self, keys: Iterable[Key]) -> None:
+        nodes = self._nodes
+        for key in keys:
+            node = nodes[key]
+            assert node.hold_count > 0, f"{key!r} is not held"
+            node.hold_count -= 1
+            if not node.hold_count and not node.queued_push:
+                self._queue_leaf(key, node)
 
     def is_held(self, key: Key) -> bool:
         return self._nodes[key].hold_count > 0

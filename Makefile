@@ -4,6 +4,8 @@ PYTHON ?= python3
 # Installed first. On x86 PyPI has only the CUDA build, of some GB even for a machine without a GPU. The CPU build:
 #   make TORCH="torch==2.13.0 --index-url URL"
 TORCH ?= torch==2.13.0
+# Extras of the package that are installed; `kernels` adds what the agent's kernel is tested with without a GPU.
+EXTRAS ?= dev,transformers,demo
 # Test processes at the same time; more than cores only makes them wait for each other.
 JOBS ?= 2
 
@@ -46,7 +48,7 @@ $(INSTALLED): pyproject.toml
 	@$(BIN)/python -m pip install --quiet --upgrade pip
 	@$(BIN)/python -m pip install --quiet $(TORCH)
 	@echo "==> .venv: this package with its dev, transformers and demo extras (about 900 MB, some minutes)"
-	@$(BIN)/python -m pip install --quiet --editable ".[dev,transformers,demo]"
+	@$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]"
 	@touch $@
 
 demo: $(INSTALLED) ## the whole job, once, on a real model

@@ -24,7 +24,7 @@ _FLAGS: tuple[tuple[str, str, str, type, str], ...] = (
     ("--memory-capacity", "memory", "capacity", str, "Bytes of host memory for blocks, such as 8GiB. A hard cap."),
     ("--grpc-port", "grpc", "port", int, "TCP port of the store service; 0 takes a free one.  [default: 7450]"),
     ("--socket-path", "grpc", "socket_path", str, "Unix socket for clients on this node; '' for none."),
-    ("--bulk-port", "bulk", "port", str, "TCP port of the data port; 0 takes a free one.  [default: 7452]"),
+    ("--bulk-port", "bulk", "port", str, "TCP port of the data port; 0 takes a free one.  [default: 7454]"),
     ("--metrics-port", "metrics", "port", int, "TCP port of /metrics; 0 takes a free one.  [default: 7451]"),
     ("--log-level", "log", "level", str, "debug, info, warning or error.  [default: info]"),
     ("--log-format", "log", "format", str, "auto, console or json.  [default: auto]"),

@@ -40,7 +40,7 @@ from kvstore_server.machine import memory_limit_bytes
 
 ENV_PREFIX = "KVSTORE_"
 ENV_DELIMITER = "__"
-BULK_PORT = 7452
+BULK_PORT = 7454
 
 
 def _check_size(value: object) -> int:
@@ -172,7 +172,7 @@ class BulkConfig(_Section):
     host: LoopbackHost = "127.0.0.1"
     """Loopback only."""
     port: Port | Literal["auto"] = "auto"
-    """TCP port, which clients are told; 0 takes a free one; `auto` is 7452, or a free one when `grpc.port` is 0."""
+    """TCP port, which clients are told; 0 takes a free one; `auto` is 7454, or a free one when `grpc.port` is 0."""
     transfer_workers: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = "auto"
     """Processes that move blocks beside the daemon itself; `auto` is none below six cores."""
 

@@ -30,6 +30,7 @@ from kvstore.messages import BlockState, CommitState, Ticket, TransferPath
 from kvstore.namespace import Namespace
 from kvstore_client.flows.steps import Fetch, Send
 from kvstore_client.paths.bulk import BulkMover
+from kvstore_client.paths.mover import TransferRefusedError
 from tests.server.builders import HUGE, LARGE, SMALL, enveloped, enveloped_bytes, hashes, payload_of
 from tests.server.bulk_port import LONG_S, BulkPort, read_all
 
@@ -92,12 +93,19 @@ def test_what_is_sent_comes_back(port: BulkPort, mover: BulkMover, space: Namesp
 
 def test_a_refused_ticket_is_told_in_the_daemons_words(port: BulkPort, mover: BulkMover) -> None:
     step, _ = fetch_step(bytes(16), hashes(1))
-    with pytest.raises(UnavailableError, match="no such ticket"):
+    with pytest.raises(TransferRefusedError, match="no such ticket"):
         mover.fetch(step)
     # More than fits into the sockets: the refusal comes while it is being sent.
-    with pytest.raises(UnavailableError, match="no such ticket"):
+    with pytest.raises(TransferRefusedError, match="no such ticket"):
         mover.send(send_step(bytes(16), range(8), HUGE))
     port.wait_until_nothing_is_held()
+
+
+def test_a_port_that_can_move_nothing_at_present_is_told_from_a_ticket_that_is_no_good() -> None:
+    answer = TransferReply(BulkStatus.BUSY, 0, 9).encode() + b"try again"
+    with pytest.raises(UnavailableError, match="refuses: try again") as refused:
+        fetch_from(answer, hashes(1))
+    assert not isinstance(refused.value, TransferRefusedError)
 
 
 def test_a_mover_goes_on_after_a_refusal_and_after_the_daemon_has_closed_its_connections(port: BulkPort) -> None:

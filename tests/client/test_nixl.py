@@ -10,9 +10,9 @@ import os
 import signal
 import sys
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import psutil
 import pytest
@@ -380,13 +380,20 @@ async def _fetch_again(served: Served, blocks: Blocks) -> bool:
     return False
 
 
-@needs_nixl
-async def test_a_client_stores_and_loads_over_nixl_and_survives_the_serving_process(
-    start_daemon: Callable[..., DaemonProcess], tmp_path: Path
-) -> None:
-    settings = tmp_path / "kvstore.yaml"
+@pytest.fixture(scope="module")
+def nixl_daemon(
+    start_daemon: Callable[..., DaemonProcess], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[DaemonProcess]:
+    settings = tmp_path_factory.mktemp("nixl") / "kvstore.yaml"
     settings.write_text("nixl: {enabled: true}\n")
     daemon = start_daemon("--config", str(settings))
+    yield daemon
+    daemon.stop()
+
+
+@needs_nixl
+async def test_a_client_stores_and_loads_over_nixl_and_survives_the_serving_process(nixl_daemon: DaemonProcess) -> None:
+    daemon = nixl_daemon
     space = namespace(payload_bytes=1 << 20)
     hashes, blocks = chain(8), payloads(space, 8)
     config = replace(FAST, transport="nixl")
@@ -397,7 +404,35 @@ async def test_a_client_stores_and_loads_over_nixl_and_survives_the_serving_proc
         for process in psutil.Process(daemon.pid).children():
             process.kill()
         assert await _in_time(lambda: _loaded(client, space, hashes) == blocks)
-    daemon.stop()
+
+
+@needs_nixl
+async def test_a_broken_write_is_fenced_before_its_slots_are_anybody_elses(nixl_daemon: DaemonProcess) -> None:
+    """Its bytes wait in the socket of a serving process that is stopped, and would arrive when it goes on."""
+    daemon, space, other_space = nixl_daemon, namespace(payload_bytes=1 << 20), namespace(payload_bytes=1 << 20)
+    config = replace(FAST, transport="nixl")
+    blocks, others = payloads(space, 8), payloads(other_space, 24, seed=1)
+    with Client(daemon.address, config=config) as client, Client(daemon.address, config=FAST) as other:
+        assert await _in_time(lambda: client.put(space, chain(1), blocks[:1]).stored_count == 1)
+        assert await _in_time(lambda: "kvstore_store_stranded_slots 0.0" in _metrics(daemon))
+        used_bytes = other.stats().used_bytes
+        (serving,) = psutil.Process(daemon.pid).children()
+        serving.suspend()
+        broken = await asyncio.to_thread(client.put, space, chain(8), blocks)
+        assert isinstance(broken.error, DeadlineExceededError), broken
+        # Nobody lets the process go on: that the slots are free says that it has ended.
+        assert await _in_time(lambda: other.stats().used_bytes == used_bytes)
+        assert not serving.is_running()
+        assert other.put(other_space, chain(24), others).stored_count == 24
+        assert await _in_time(lambda: client.put(space, chain(8), blocks).stored_count == 8)
+        assert await _in_time(lambda: _loaded(client, space, chain(8)) == blocks)
+        assert _loaded(other, other_space, chain(24)) == others
+        assert "kvstore_store_stranded_slots 0.0" in _metrics(daemon)
+
+
+def _metrics(daemon: DaemonProcess) -> str:
+    with urllib.request.urlopen(f"http://{daemon.metrics_address}/metrics", timeout=_WAIT_S_MAX) as response:
+        return str(response.read().decode())
 
 
 def _loaded(client: Client, space: Namespace, hashes: list[BlockHash]) -> list[bytearray]:

@@ -6,6 +6,7 @@ prompts", "lookup pins of requests that never load stay", "one stopped peer stal
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,12 @@ import pytest
 from kvstore import messages as m
 from kvstore import wire
 from kvstore.errors import InvalidArgumentError
+from kvstore.keys import pack_hashes
 from kvstore.messages import CommitState, StoreStats
+from kvstore.wire import Method
 from kvstore_client import Client
+from kvstore_client.flows.steps import Call
+from kvstore_client.grpc_transport import GrpcTransport
 from tests.conftest import DaemonProcess
 from tests.faults import blocks
 from tests.faults.raw_slab import RawSession
@@ -242,6 +248,49 @@ def test_no_session_touches_what_another_holds(shared: DaemonProcess) -> None:
         assert (after.lease_count, after.reservation_count) == (before.lease_count, before.reservation_count)
         assert before.reservation_count == len(reservation_ids) > 0
         assert before.lease_count == 1
+
+
+@pytest.mark.parametrize(("way", "chain"), [("gRPC", 11), ("another session", 12)])
+def test_a_sessions_id_that_got_known_opens_nothing_of_it(shared: DaemonProcess, way: str, chain: int) -> None:
+    with RawSession(shared.slab_path) as victim, RawSession(shared.slab_path) as thief, ExitStack() as stack:
+        grpc = stack.enter_context(contextlib.closing(GrpcTransport(shared.address)))
+
+        def ask(method: Method[Any, Any], request: Any) -> Any:
+            if way == "gRPC":
+                return grpc.carry_out(Call(method=method, request=request, timeout_s=20.0))
+            return thief.calls.call(method, request)
+
+        victim.calls.open(blocks.SMALL)
+        reserved, _ = victim.calls.reserve(blocks.SMALL, blocks.chain(13), owner_id=victim.id)
+        reservation_ids = tuple(one for one in reserved.reservation_ids if one is not None)
+        stored = {one: blocks.enveloped(blocks.SMALL, one) for one in blocks.chain(chain)}
+        victim.put(blocks.SMALL, stored)
+        leased, _ = victim.calls.lease(blocks.SMALL, list(stored), owner_id=victim.id)
+        assert leased.lease_id is not None
+        before = victim.calls.stats()
+
+        release = m.ReleaseLeasesRequest(owner_id=victim.id, lease_ids=(leased.lease_id,))
+        assert ask(wire.RELEASE_LEASES, release).released == (False,)
+        renew = m.RenewLeasesRequest(owner_id=victim.id, lease_ids=(leased.lease_id,), lease_s=600.0)
+        assert ask(wire.RENEW_LEASES, renew).renewed == (False,)
+        commit = m.CommitBlocksRequest(owner_id=victim.id, reservation_ids=reservation_ids, in_slots=True)
+        assert set(ask(wire.COMMIT_BLOCKS, commit).commit_states) == {CommitState.EXPIRED}
+        abort = m.AbortReservationsRequest(owner_id=victim.id, reservation_ids=reservation_ids)
+        assert ask(wire.ABORT_RESERVATIONS, abort).aborted_count == 0
+        named = {"namespace_id": blocks.SMALL.id, "owner_id": victim.id, "block_hashes": pack_hashes(blocks.chain(14))}
+        for method, request in (
+            (wire.LEASE_BLOCKS, m.LeaseBlocksRequest(**named, lease_s=60.0, path=m.TransferPath.BULK)),
+            (wire.RESERVE_BLOCKS, m.ReserveBlocksRequest(**named, reservation_s=60.0)),
+            (wire.ACQUIRE_PREFIX, m.AcquirePrefixRequest(**named, lease_s=60.0)),
+        ):
+            with pytest.raises(InvalidArgumentError, match=r"^owner_id .* no other session's"):
+                ask(method, request)
+
+        after = victim.calls.stats()
+        assert (after.lease_count, after.reservation_count) == (before.lease_count, before.reservation_count)
+        assert before.reservation_count == len(reservation_ids) > 0
+        assert set(victim.calls.call(wire.RELEASE_LEASES, release).released) == {True}
+        assert victim.calls.call(wire.ABORT_RESERVATIONS, abort).aborted_count == len(reservation_ids)
 
 
 def test_a_killed_client_leaves_nothing_behind(daemon: DaemonProcess, play: Play) -> None:

@@ -43,9 +43,9 @@ def port() -> Iterator[BulkPort]:
     made.close()
 
 
-def refusal_of(data: bytes) -> str:
+def refusal_of(data: bytes, *, status: BulkStatus = BulkStatus.REFUSED) -> str:
     reply = TransferReply.decode(data[:REPLY_BYTES])
-    assert reply.status is BulkStatus.REFUSED
+    assert reply.status is status
     assert len(data) == REPLY_BYTES + reply.following_bytes
     return data[REPLY_BYTES:].decode()
 
@@ -304,7 +304,7 @@ def test_a_connection_too_many_is_told_so_when_all_are_busy() -> None:
             while not port.on_loop(lambda: port.transfers.running_count):
                 pass
             with contextlib.closing(port.connect()) as refused:
-                assert "1 transfers running" in refusal_of(read_to_end(refused))
+                assert "1 transfers running" in refusal_of(read_to_end(refused), status=BulkStatus.BUSY)
         port.wait_until_nothing_is_held()
     finally:
         port.close()

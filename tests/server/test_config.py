@@ -240,7 +240,7 @@ def test_the_slab_socket_is_beside_the_other_one_unless_told_otherwise(load: Loa
 
 
 def test_the_data_port_is_a_free_one_when_the_other_port_is(load: Load) -> None:
-    assert load().bulk_port == 7452
+    assert load().bulk_port == 7454
     assert load("grpc: {port: 0}").bulk_port == 0
     assert load("grpc: {port: 0}\nbulk: {port: 9}").bulk_port == 9
     assert load("bulk: {port: 0}").bulk_port == 0

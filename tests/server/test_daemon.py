@@ -31,6 +31,7 @@ from kvstore_server.config import load_config
 from kvstore_server.daemon import Daemon
 from kvstore_server.obs.metrics import SPECS
 from tests.conftest import DaemonProcess
+from tests.faults.raw_slab import RawSession
 from tests.server.builders import ALICE, HUGE, SMALL, enveloped, packed, write_frames
 
 LONG_S = 30.0
@@ -206,7 +207,10 @@ def test_every_documented_metric_is_exported(shared: DaemonProcess, connect: Cal
     caller.open()
     caller.put(601, 602)
     caller.lookup(601, 602, 603)
-    with urllib.request.urlopen(f"http://{shared.metrics_address}/metrics", timeout=LONG_S) as response:
+    with (
+        RawSession(shared.slab_path),
+        urllib.request.urlopen(f"http://{shared.metrics_address}/metrics", timeout=LONG_S) as response,
+    ):
         families = {family.name: family for family in text_string_to_metric_families(response.read().decode())}
     samples = {
         (sample.name, *sorted(sample.labels.values())): sample.value
@@ -221,6 +225,8 @@ def test_every_documented_metric_is_exported(shared: DaemonProcess, connect: Cal
     assert samples["kvstore_store_blocks", "memory"] >= 2
     assert samples["kvstore_store_lookup_blocks_total", "hit"] >= 2
     assert samples["kvstore_store_lookup_blocks_total", "miss"] >= 1
+    assert samples["kvstore_slab_sessions",] >= 1
+    assert samples["kvstore_slab_connections",] >= 2
     assert samples["kvstore_store_reservations",] == samples["kvstore_store_leases",] == 0
     assert "kvstore_store_build_info" in families
     assert "process_resident_memory_bytes" in families

@@ -363,6 +363,16 @@ async def test_a_path_that_a_caller_may_not_take_is_refused(
     assert store.core.reservation_count == store.core.lease_count == 0
 
 
+async def test_what_is_written_in_the_name_of_anothers_session_lands_nowhere(store: Mapped) -> None:
+    (reservation,) = await store.reserve(1, owner_id=SESSION)
+    store.service.begin_session(SESSION)
+    assert await store.write((reservation, enveloped(1)), owner_id=SESSION) == 0
+    store.service.end_session(SESSION)
+    (reservation,) = await store.reserve(1, owner_id=SESSION)
+    assert await store.write((reservation, enveloped(1)), owner_id=SESSION) == enveloped_bytes(SMALL)
+    assert await store.commit(reservation, owner_id=SESSION) == [CommitState.COMMITTED]
+
+
 async def test_while_nixl_restarts_a_caller_is_told_to_try_again(store: Mapped) -> None:
     await store.put(1)
     store.service.endpoints = Endpoints(is_nixl_enabled=True)

@@ -13,7 +13,20 @@ from kvstore.errors import KvstoreError, UnavailableError
 from kvstore.messages import StoreInfo, TransferPath
 from kvstore.slab import Access
 from kvstore_client.config import ClientConfig
-from kvstore_client.flows.steps import Call, Checksum, ChoosePath, Fetch, Post, Read, Route, Send, Step, View, Write
+from kvstore_client.flows.steps import (
+    Call,
+    Checksum,
+    ChoosePath,
+    Fetch,
+    Post,
+    Read,
+    Recall,
+    Route,
+    Send,
+    Step,
+    View,
+    Write,
+)
 from kvstore_client.guard import Guard
 from kvstore_client.paths.slab import SlabSession
 from kvstore_client.paths.slab_calls import IDEMPOTENT, SessionLostError
@@ -50,6 +63,8 @@ class AsyncCarrier:
                     return await self._call(step)
             case ChoosePath(is_write=is_write):
                 return await self._choose(is_write=is_write)
+            case Recall():
+                return self._ways.slab_mover.recall(step)
             case Fetch() | Send():
                 return await self._move(step)
             case View():

@@ -72,7 +72,10 @@ def node_command(*, is_json: bool, **options: Any) -> None:
     call moves --blocks blocks, checksums included.
       get_vs_memcpy, put_vs_memcpy
           speed of a get into the caller's buffer, and of a put of blocks that
-          the store has never seen, over the speed of memcpy
+          the store has never seen, over the speed of memcpy; the client has
+          put or got these blocks before, so it knows where they are
+      get_first_vs_memcpy
+          the same for blocks that the client has not met, and has to ask for
       view_us_p50, view_first_us_p50
           microseconds for a view of --blocks blocks, taken and given back: of
           blocks that this process has seen before, and of new ones, whose
@@ -89,6 +92,7 @@ def node_command(*, is_json: bool, **options: Any) -> None:
     """
     rows = [
         ("get", "get_gb_per_s", "memcpy", "memcpy_gb_per_s", "get_vs_memcpy"),
+        ("get, blocks not met before", "get_first_gb_per_s", "memcpy", "memcpy_gb_per_s", "get_first_vs_memcpy"),
         ("put", "put_gb_per_s", "memcpy", "memcpy_gb_per_s", "put_vs_memcpy"),
         ("get, 4 clients", "get_4_clients_gb_per_s", "memcpy, 4", "memcpy_4_gb_per_s", "get_4_clients_vs_memcpy_4"),
         ("put, 4 clients", "put_4_clients_gb_per_s", "memcpy, 4", "memcpy_4_gb_per_s", "put_4_clients_vs_memcpy_4"),

@@ -42,10 +42,11 @@ class ClientSpec:
 
 
 class ClientSubject:
-    """`memcpy`, `put`, `get`, `view_first`, `view` of batches of blocks.
+    """`memcpy`, `put`, `get`, `get_first`, `view_first`, `view` of batches of blocks.
 
     A put stores blocks that no store has seen. A get or view asks for what the last put of its batch has stored;
-    `view_first` follows a put, and `view` a `view_first`, of the same batch.
+    `view_first` follows a put, and `view` a `view_first`, of the same batch. A `get_first` is by a client that has not
+    met the blocks, so it must ask where they are.
     """
 
     def __init__(self, spec: ClientSpec) -> None:
@@ -57,19 +58,20 @@ class ClientSubject:
         self._hashes: dict[int, list[BlockHash]] = {}
         self._new_hashes: deque[list[BlockHash]] = deque()
         self._client = Client(spec.address, config=ClientConfig(transport=spec.transport))
+        self._stranger = Client(spec.address, config=ClientConfig(transport=spec.transport))
         try:
             for batch in range(spec.batch_count):
                 self.prepare("put", [batch])
                 self.run("put", batch)
             self.check()
         except KvstoreError:
-            self._client.close()
+            self.close()
             raise
 
     def prepare(self, action: str, batches: Sequence[int]) -> None:
         if action == "put":
             self._new_hashes.extend(blocks.new_hashes(self._spec.block_count) for _ in batches)
-        elif action == "view_first":
+        elif action in ("get_first", "view_first"):
             self.prepare("put", batches)
             for batch in batches:
                 self.run("put", batch)
@@ -82,6 +84,8 @@ class ClientSubject:
                 self._put(batch)
             case "get":
                 self._get(batch)
+            case "get_first":
+                self._get(batch, client=self._stranger)
             case "view" | "view_first":
                 self._view(batch)
             case _:
@@ -106,14 +110,15 @@ class ClientSubject:
 
     def close(self) -> None:
         self._client.close()
+        self._stranger.close()
 
     def _put(self, batch: int) -> None:
         hashes = self._hashes[batch] = self._new_hashes.popleft()
         result = self._client.put(self._namespace, hashes, self._memory.source[batch])
         self._expect(result.stored_count, "stored", error=result.error)
 
-    def _get(self, batch: int) -> None:
-        result = self._client.get(self._namespace, self._hashes[batch], self._memory.target[batch])
+    def _get(self, batch: int, *, client: Client | None = None) -> None:
+        result = (client or self._client).get(self._namespace, self._hashes[batch], self._memory.target[batch])
         self._expect(result.matched_count, "hits", error=result.error)
 
     def _view(self, batch: int) -> None:

@@ -64,11 +64,12 @@ def measure(plan: Plan, *, progress: Progress) -> dict[str, object]:
         for worker in together:
             worker.check()
     burst_bytes = CLIENT_COUNT * _BURST_COUNT * batch_bytes
-    speeds = {action: gb_per_s(batch_bytes, times_s[action]) for action in ("memcpy", "put", "get")}
+    speeds = {action: gb_per_s(batch_bytes, times_s[action]) for action in ("memcpy", "put", "get", "get_first")}
     speeds_together = {action: gb_per_s(burst_bytes, samples) for action, samples in together_times_s.items()}
     ratios = {
         "get_vs_memcpy": speeds["get"] / speeds["memcpy"],
         "put_vs_memcpy": speeds["put"] / speeds["memcpy"],
+        "get_first_vs_memcpy": speeds["get_first"] / speeds["memcpy"],
         "view_us_p50": median(times_s["view"]) * 1e6,
         "view_first_us_p50": median(times_s["view_first"]) * 1e6,
         "get_4_clients_vs_memcpy_4": speeds_together["get"] / speeds_together["memcpy"],
@@ -77,6 +78,7 @@ def measure(plan: Plan, *, progress: Progress) -> dict[str, object]:
     figures = ratios | {
         "memcpy_gb_per_s": speeds["memcpy"],
         "get_gb_per_s": speeds["get"],
+        "get_first_gb_per_s": speeds["get_first"],
         "put_gb_per_s": speeds["put"],
         "memcpy_4_gb_per_s": speeds_together["memcpy"],
         "get_4_clients_gb_per_s": speeds_together["get"],
@@ -86,13 +88,13 @@ def measure(plan: Plan, *, progress: Progress) -> dict[str, object]:
 
 
 def _measure_one(worker: Worker, *, plan: Plan, batch_count: int, progress: Progress) -> dict[str, list[float]]:
-    actions = ("memcpy", "put", "get", "view_first", "view")
+    actions = ("memcpy", "put", "get", "get_first", "view_first", "view")
     times_s: dict[str, list[float]] = {action: [] for action in actions}
     for number in range(plan.round_count):
         for position, action in enumerate(actions):
             # Another batch for each action, so that none finds its bytes in a cache; `view` needs what
             # `view_first` has seen.
-            batch = (number + min(position, 3)) % batch_count
+            batch = (number + min(position, 4)) % batch_count
             times_s[action] += worker.measure(action, [batch] * _REPEATS.get(action, 1)).times_s
         progress((number + 1) / plan.round_count)
     return times_s

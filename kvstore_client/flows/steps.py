@@ -119,6 +119,19 @@ class Send:
     owner_id: OwnerId | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recall:
+    """Where these blocks lie, if this client has met all of them before and they still are there (SLAB).
+
+    The outcome is one slot record per block, packed, or nothing. It is a hint: nobody holds the blocks, so only a
+    reader that checks what it has copied may follow it. Never fails.
+    """
+
+    namespace: Namespace
+    hashes: Sequence[BlockHash]
+    owner_id: OwnerId
+
+
 class SeenBlock(NamedTuple):
     """A block in its slot, verified when it was first seen in this process."""
 
@@ -149,7 +162,7 @@ class View:
 
 
 RpcStep: TypeAlias = Call | Read | Write
-Step: TypeAlias = RpcStep | Post | ChoosePath | Fetch | Send | View | Checksum
+Step: TypeAlias = RpcStep | Post | ChoosePath | Recall | Fetch | Send | View | Checksum
 Flow: TypeAlias = Generator[Step, Any, _Result]
 
 

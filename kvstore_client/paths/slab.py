@@ -35,12 +35,14 @@ from kvstore.slab import (
     decode_slot_records,
     encode_arena_request,
     encode_slot_header,
+    encode_slot_records,
     slot_state,
 )
-from kvstore_client.flows.steps import Fetch, SeenBlock, Send, View
+from kvstore_client.flows.steps import Fetch, Recall, SeenBlock, Send, View
 from kvstore_client.ids import new_owner_id
 from kvstore_client.paths.slab_calls import CallPool, SessionLostError, TimedSocket, too_late
 from kvstore_client.paths.slab_copy import Crew, load_slot, read_envelope, store_slot
+from kvstore_client.paths.slab_places import KnownPlaces
 
 IsStopped = Callable[[], bool]
 
@@ -156,6 +158,15 @@ class SlabSession:
     def is_mapped(self, records: Sequence[SlotRecord]) -> bool:
         """Whether nothing has to be asked of the daemon to reach these slots."""
         return all(record.place // self._arena_bytes in self._arenas for record in records)
+
+    def is_readable(self, records: Sequence[SlotRecord]) -> bool:
+        """Whether each of these slots is mapped and readable as what it was when it was met."""
+        arenas, arena_bytes = self._arenas, self._arena_bytes
+        for place, generation, _ in records:
+            arena = arenas.get(place // arena_bytes)
+            if arena is None or arena.words[place % arena_bytes // 8] != generation << 1 | 1:
+                return False
+        return True
 
     def is_seen(self, records: Sequence[SlotRecord]) -> bool:
         """Whether these slots were viewed before, as what they are now."""
@@ -279,7 +290,20 @@ class SlabMover:
     def __init__(self, find: Callable[[OwnerId | None], SlabSession | None], *, copy_thread_count_max: int) -> None:
         self._find = find
         self._crew = Crew(thread_count_max=copy_thread_count_max)
+        self._places = KnownPlaces()
+        self._epoch: Epoch | None = None
         _forked.add(self)
+
+    def recall(self, step: Recall) -> bytes:
+        """See `Recall`."""
+        session = self._find(step.owner_id)
+        if session is None:
+            return b""
+        self._meet(session)
+        records = self._places.find(step.namespace.id, step.hashes)
+        if records is None or not session.is_readable(records):
+            return b""
+        return encode_slot_records(records)
 
     def fetch(self, step: Fetch, *, is_stopped: IsStopped = _never) -> list[BlockState]:
         """See `Mover`; blocks that are left when `is_stopped` are misses."""
@@ -300,6 +324,9 @@ class SlabMover:
 
         with session.used():
             self._crew.run(load, block_count=len(records), block_bytes=payload_bytes, is_stopped=is_stopped)
+        for record, block_hash, state in zip(records, step.hashes, states, strict=True):
+            if state is BlockState.HIT:
+                self._places.note(step.namespace.id, block_hash, record)
         return states
 
     def send(self, step: Send, *, is_stopped: IsStopped = _never) -> list[CommitState] | None:
@@ -318,6 +345,8 @@ class SlabMover:
 
         with session.used():
             self._crew.run(store, block_count=len(records), block_bytes=payload_bytes, is_stopped=is_stopped)
+        for record, block_hash in zip(records, step.hashes, strict=True):
+            self._places.note(step.namespace.id, block_hash, record)  # where it will be, if the daemon commits it
         return None
 
     def view(self, step: View, *, is_stopped: IsStopped = _never) -> list[SeenBlock | BlockState]:
@@ -345,7 +374,14 @@ class SlabMover:
         session = self._find(step.owner_id)
         if session is None:
             raise UnavailableError("the slab session has ended, and what it held with it")
+        self._meet(session)
         return session
+
+    def _meet(self, session: SlabSession) -> None:
+        """Another daemon, or another start of it, gives the same numbers to other blocks."""
+        if session.epoch != self._epoch:
+            self._epoch = session.epoch
+            self._places.clear()
 
 
 class OtherEpochError(UnavailableError):

@@ -310,6 +310,11 @@ class StoreCore:
         self.counters.sent_count += len(blocks)
         self.counters.read_bytes += sum(block.size_bytes for block in blocks)
 
+    def count_unseen_reads(self, namespace_id: ScopedId, hashes: Sequence[BlockHash]) -> None:
+        """A client has read these blocks, given head first, without having asked for them."""
+        self.count_read(list(filter(None, map(self._entry(namespace_id).stored.get, hashes))))
+        self._touch(namespace_id, hashes)
+
     def touch(self, namespace_id: ScopedId, hashes: Sequence[BlockHash]) -> None:
         """Counts one use of a chain given head first."""
         self._entry(namespace_id)

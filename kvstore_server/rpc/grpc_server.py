@@ -93,6 +93,7 @@ class GrpcServer:
             (wire.RENEW_LEASES, service.renew_leases),
             (wire.RELEASE_LEASES, service.release_leases),
             (wire.VERIFY_BLOCKS, service.verify_blocks),
+            (wire.COUNT_READS, service.count_reads),
             (wire.RESERVE_BLOCKS, service.reserve_blocks),
             (wire.COMMIT_BLOCKS, service.commit_blocks),
             (wire.ABORT_RESERVATIONS, service.abort_reservations),

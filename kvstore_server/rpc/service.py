@@ -263,6 +263,10 @@ class StoreService:
         block_bytes = ENVELOPE_BYTES + self._core.payload_bytes(scoped(caller.tenant, request.namespace_id))
         return len(request.block_hashes) // HASH_BYTES * block_bytes
 
+    async def count_reads(self, request: m.CountReadsRequest, caller: Caller) -> m.CountReadsResponse:
+        self._core.count_unseen_reads(scoped(caller.tenant, request.namespace_id), _hashes(request.block_hashes))
+        return m.CountReadsResponse()
+
     async def verify_blocks(self, request: m.VerifyBlocksRequest, caller: Caller) -> m.VerifyBlocksResponse:
         namespace_id = scoped(caller.tenant, request.namespace_id)
         states = [

@@ -275,6 +275,17 @@ class AbortReservationsResponse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CountReadsRequest:
+    namespace_id: NamespaceId
+    block_hashes: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountReadsResponse:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyBlocksRequest:
     namespace_id: NamespaceId
     block_hashes: bytes

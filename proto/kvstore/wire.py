@@ -415,6 +415,23 @@ READ_BLOCKS: Method[m.ReadBlocksRequest, frames.ReadFrame] = Method(
     decode_response=frames.decode_read_frame,
     streams=Streams.RESPONSE,
 )
+
+
+def _decode_count_reads(data: bytes) -> m.CountReadsRequest:
+    pb = _parse(store_pb2.CountReadsRequest, data)
+    return m.CountReadsRequest(namespace_id=NamespaceId(pb.namespace_id), block_hashes=pb.block_hashes)
+
+
+COUNT_READS: Method[m.CountReadsRequest, m.CountReadsResponse] = Method(
+    service=STORE_SERVICE,
+    name="CountReads",
+    encode_request=lambda value: store_pb2.CountReadsRequest(
+        namespace_id=value.namespace_id, block_hashes=value.block_hashes
+    ).SerializeToString(),
+    decode_request=_decode_count_reads,
+    encode_response=lambda _: b"",
+    decode_response=lambda _: m.CountReadsResponse(),
+)
 VERIFY_BLOCKS: Method[m.VerifyBlocksRequest, m.VerifyBlocksResponse] = Method(
     service=STORE_SERVICE,
     name="VerifyBlocks",
@@ -550,6 +567,7 @@ UNARY_STORE_METHODS: tuple[Method[Any, Any], ...] = (
     COMMIT_BLOCKS,
     ABORT_RESERVATIONS,
     LEASE_BLOCKS,
+    COUNT_READS,
 )
 """All unary RPCs of the store. On the slab socket a method is known by its place here, so new ones go to the end."""
 

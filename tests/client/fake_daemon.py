@@ -250,6 +250,9 @@ class FakeDaemon:
     def _VerifyBlocks(self, request: m.VerifyBlocksRequest) -> m.VerifyBlocksResponse:  # noqa: N802
         return m.VerifyBlocksResponse(block_states=bytes(BlockState.HIT for _ in split_hashes(request.block_hashes)))
 
+    def _CountReads(self, _: m.CountReadsRequest) -> m.CountReadsResponse:  # noqa: N802
+        return m.CountReadsResponse()
+
     def _ReserveBlocks(self, request: m.ReserveBlocksRequest) -> m.ReserveBlocksResponse:  # noqa: N802
         self._check_open(request.namespace_id)
         states: list[int] = []

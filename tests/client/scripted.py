@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 from kvstore.envelope import checksum
 from kvstore.errors import KvstoreError
 from kvstore.messages import TransferPath
-from kvstore_client.flows.steps import Checksum, ChoosePath, Flow, Route
+from kvstore_client.flows.steps import Checksum, ChoosePath, Flow, Recall, Route
 
 _Result = TypeVar("_Result")
 
@@ -19,10 +19,12 @@ Outcome: TypeAlias = object | KvstoreError | Callable[[Any], object]
 STREAM = Route(path=TransferPath.STREAM)
 
 
-def run(flow: Flow[_Result], *outcomes: Outcome, route: Route = STREAM) -> tuple[_Result, list[Any]]:
+def run(
+    flow: Flow[_Result], *outcomes: Outcome, route: Route = STREAM, known: bytes = b""
+) -> tuple[_Result, list[Any]]:
     """The flow's result and the steps it took; every outcome must be used, and no more be asked for.
 
-    Choosing a path always gives `route`; it is no step here, nor is taking checksums.
+    Choosing a path always gives `route`, and recalling places `known`; they are no steps here, nor are checksums.
     """
     steps: list[Any] = []
     left = list(outcomes)
@@ -31,6 +33,9 @@ def run(flow: Flow[_Result], *outcomes: Outcome, route: Route = STREAM) -> tuple
         while True:
             if isinstance(step, ChoosePath):
                 step = flow.send(route)
+                continue
+            if isinstance(step, Recall):
+                step = flow.send(known)
                 continue
             if isinstance(step, Checksum):
                 step = flow.send([checksum(block) for block in step.blocks])

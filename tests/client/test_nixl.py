@@ -13,6 +13,7 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -270,7 +271,7 @@ async def test_nothing_of_a_broken_send_lands_behind_a_fence(served: Served) -> 
     blocks = Blocks.make(4, payload_bytes=4 << 20)
     blocks.clear(served)
     await asyncio.to_thread(mover.send, Blocks.make(1, payload_bytes=4096, first_place=_ARENA_BYTES).send())
-    os.kill(served.pid, signal.SIGSTOP)  # so that a part waits in the socket
+    await _stop(served.pid)  # so that a part waits in the socket
     with pytest.raises(DeadlineExceededError):
         await asyncio.to_thread(mover.send, blocks.send(timeout_s=0.5))
     killed, fence_count = served.pid, served.fence_count
@@ -292,7 +293,7 @@ async def test_close_ends_what_is_under_way(served: Served) -> None:
     blocks = Blocks.make(4, payload_bytes=1 << 20)
     blocks.store(served)
     await asyncio.to_thread(mover.fetch, blocks.fetch(blocks.targets()))
-    os.kill(served.pid, signal.SIGSTOP)
+    await _stop(served.pid)
     task = asyncio.create_task(asyncio.to_thread(mover.fetch, blocks.fetch(blocks.targets())))
     await _until(lambda: not mover._idle)
     mover.close()
@@ -311,7 +312,7 @@ async def test_nothing_lands_in_a_target_after_a_fetch_was_given_up(served: Serv
         mover, targets = await served.mover(), blocks.targets()
         task = asyncio.create_task(asyncio.to_thread(mover.fetch, blocks.fetch(targets, timeout_s=1.0)))
         await _until(lambda task=task, targets=targets: task.done() or any(targets[0][:64]))
-        os.kill(served.pid, signal.SIGSTOP)
+        await _stop(served.pid)
         try:
             await task
         except DeadlineExceededError:
@@ -354,6 +355,16 @@ def test_without_nixl_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPat
         NixlMover(_METADATA.encode())
     with pytest.raises(UnavailableError, match=r"pip install 'kvstore\[nixl\]'"):
         NixlEndpoint([0], arena_bytes=4096, on_metadata=print, on_fenced=print)
+
+
+async def _stop(pid: int) -> None:
+    """Returns when no thread of a process runs any more, which is some time after the signal."""
+    os.kill(pid, signal.SIGSTOP)
+    await _until(lambda: all(_state(thread) == "T" for thread in Path(f"/proc/{pid}/task").iterdir()))
+
+
+def _state(thread: Path) -> str:
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 async def _until(condition: Callable[[], bool]) -> None:
@@ -417,7 +428,7 @@ async def test_a_broken_write_is_fenced_before_its_slots_are_anybody_elses(nixl_
         assert await _in_time(lambda: "kvstore_store_stranded_slots 0.0" in _metrics(daemon))
         used_bytes = other.stats().used_bytes
         (serving,) = psutil.Process(daemon.pid).children()
-        serving.suspend()
+        await _stop(serving.pid)
         broken = await asyncio.to_thread(client.put, space, chain(8), blocks)
         assert isinstance(broken.error, DeadlineExceededError), broken
         # Nobody lets the process go on: that the slots are free says that it has ended.

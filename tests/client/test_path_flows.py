@@ -8,7 +8,7 @@ import pytest
 
 from kvstore import messages as m
 from kvstore.errors import DeadlineExceededError, KvstoreError, ProtocolError, UnavailableError
-from kvstore.keys import split_hashes
+from kvstore.keys import pack_hashes, split_hashes
 from kvstore.messages import (
     BlockState,
     CommitState,
@@ -89,6 +89,30 @@ def test_what_is_there_is_leased_fetched_and_released_without_waiting(route: Rou
     assert isinstance(post, Post)
     assert (post.request.owner_id, post.request.lease_ids) == (owner, (7,))
     assert (result.states, result.matched_count, result.error) == ((HIT, MISS, HIT), 1, None)
+
+
+def test_blocks_whose_places_are_known_are_copied_without_asking_and_counted_as_read() -> None:
+    result, steps = run(get_flow(scope(), 2), [BlockState.HIT] * 2, None, route=SLAB, known=records(2))
+    assert names(steps) == ["Fetch", "CountReads"]
+    assert steps[0].slots == records(2)
+    assert steps[1].request.block_hashes == pack_hashes(chain(2))
+    assert result.states == (BlockState.HIT,) * 2
+
+
+@pytest.mark.parametrize("state", [BlockState.MISS, BlockState.CORRUPT])
+def test_a_known_place_that_holds_something_else_by_now_costs_a_question(state: BlockState) -> None:
+    result, steps = run(
+        get_flow(scope(), 2),
+        [BlockState.HIT, state],
+        leased(BlockState.HIT, BlockState.HIT, slots=records(2)),
+        [BlockState.HIT] * 2,
+        None,
+        route=SLAB,
+        known=records(2),
+    )
+    assert names(steps) == ["Fetch", "LeaseBlocks", "Fetch", "ReleaseLeases"]
+    assert result.states == (BlockState.HIT,) * 2
+    assert result.error is None
 
 
 def test_a_lease_for_the_data_port_ends_with_its_transfer() -> None:

@@ -403,6 +403,18 @@ class AbortReservationsResponse(_message.Message):
     aborted_count: int
     def __init__(self, aborted_count: _Optional[int] = ...) -> None: ...
 
+class CountReadsRequest(_message.Message):
+    __slots__ = ("namespace_id", "block_hashes")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    block_hashes: bytes
+    def __init__(self, namespace_id: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ...) -> None: ...
+
+class CountReadsResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class VerifyBlocksRequest(_message.Message):
     __slots__ = ("namespace_id", "block_hashes")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]

@@ -38,12 +38,19 @@ class DaemonAddresses:
     unix: str
 
 
+def scratch_folder() -> tempfile.TemporaryDirectory[str]:
+    """A new folder, whose path is short enough for sockets in it even where $TMPDIR is not."""
+    # A socket's path has at most 107 bytes: ours take 42, `/kvstore-bench-12345678/kvstore.sock.slab`.
+    is_short = len(os.fsencode(tempfile.gettempdir())) <= 107 - 42
+    return tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=None if is_short else "/tmp")
+
+
 @contextmanager
 def private_daemon(
     *, capacity_bytes: int, slab_bytes: int, environment: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[DaemonAddresses]:
     """A daemon on free ports, with nothing of this user's settings, its whole arena in service; gone at the end."""
-    with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as name:
+    with scratch_folder() as name:
         folder = Path(name)
         ready_file, log_file, socket = folder / "ready.json", folder / "daemon.log", folder / "kvstore.sock"
         command = [

@@ -11,7 +11,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from kvstore.errors import UnavailableError
 from kvstore_client.bench.blocks import new_hashes
-from kvstore_client.bench.processes import spawn, stop
+from kvstore_client.bench.processes import scratch_folder, spawn, stop
 from kvstore_client.bench.subject import serve
 
 _VALUE = b"location"
@@ -52,7 +51,7 @@ class RedisSubject:
         program = shutil.which("redis-server")
         if program is None:
             raise UnavailableError("there is no redis-server on this machine")
-        folder = self._parts.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-bench-"))
+        folder = self._parts.enter_context(scratch_folder())
         path = Path(folder) / "redis.sock"
         arguments = ["--port", "0", "--unixsocket", str(path), "--save", "", "--appendonly", "no", "--dir", folder]
         server = spawn([program, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)

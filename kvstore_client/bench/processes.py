@@ -42,7 +42,7 @@ def scratch_folder() -> tempfile.TemporaryDirectory[str]:
     """A new folder, whose path is short enough for sockets in it even where $TMPDIR is not."""
     # A socket's path has at most 107 bytes: ours take 42, `/kvstore-bench-12345678/kvstore.sock.slab`.
     is_short = len(os.fsencode(tempfile.gettempdir())) <= 107 - 42
-    return tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=None if is_short else "/tmp")
+    return tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=None if is_short else "/tmp")  # noqa: S108  (its own name is random)
 
 
 @contextmanager

@@ -143,10 +143,13 @@ def lookup_command(*, is_json: bool, **options: Any) -> None:
 
     \b
     Beside them: MGET of as many keys from a Redis of its own, over a unix
-    socket, in the faster of two forms: a command that was built before,
-    whose answer is received whole and split, and redis-py's mget.
+    socket, from a list of keys to a list of values, in the faster of two
+    forms: one made for keys and values of this length, and redis-py's mget.
+    And a ping: as many bytes to and fro, with nothing done at either end.
       lookup_8192_p50_ms, lookup_8192_p99_ms, lookup_256_p50_ms, lookup_256_p99_ms
           milliseconds for a lookup of so many hashes, all of them hits
+      lookup_256_vs_ping, lookup_8192_vs_ping
+          how many times as long as the ping
       lookups_per_s, lookup_hashes_per_s
           lookups of 256 hashes, and hashes in lookups of 8192, that one client
           gets answered per second
@@ -169,6 +172,7 @@ def lookup_command(*, is_json: bool, **options: Any) -> None:
             (f"{count} hashes, p50", f"{name}_p50_ms", "Redis MGET", f"redis_{count}_p50_ms", f"{name}_vs_redis")
         )
     lines = [(f"{count} hashes, p99 ms", f"lookup_{count}_p99_ms") for count in lookup.PROMPT_COUNTS]
+    lines += [(f"{count} hashes, of a ping", f"lookup_{count}_vs_ping") for count in lookup.PROMPT_COUNTS]
     lines += [("lookups of 256 per s", "lookups_per_s"), ("hashes per s", "lookup_hashes_per_s")]
     _show(figures, is_json=is_json, unit="ms", rows=rows, lines=lines)
 

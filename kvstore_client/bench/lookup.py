@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
 from kvstore.errors import KvstoreError, UnavailableError
-from kvstore_client.bench import blocks, redis_mget
+from kvstore_client.bench import blocks, ping, redis_mget
 from kvstore_client.bench.figures import median, percentile, rounded
 from kvstore_client.bench.plan import Plan, Progress
 from kvstore_client.bench.processes import Worker, private_daemon
@@ -83,6 +83,8 @@ def measure(plan: Plan, *, progress: Progress) -> dict[str, object]:
         ours = LookupSpec(address=address, transport=plan.transport)
         workers = {"lookup": stack.enter_context(Worker(ours.command(), name="lookup"))}
         workers["lookup"].wait_ready()
+        workers["ping"] = stack.enter_context(Worker(ping.command(), name="ping"))
+        workers["ping"].wait_ready()
         redis_reason = ""
         redis = stack.enter_context(Worker(redis_mget.command(max(PROMPT_COUNTS)), name="redis"))
         try:
@@ -112,7 +114,11 @@ def _figures(times_s: Mapping[tuple[str, int], Sequence[float]], *, redis_reason
         samples_s = times_s["lookup", count]
         found[f"lookup_{count}_p50_ms"] = median(samples_s) * 1e3
         found[f"lookup_{count}_p99_ms"] = percentile(samples_s, 99) * 1e3
-        forms = {form: median(times_s[form, key]) for form, key in times_s if form != "lookup" and key == count}
+        found[f"ping_{count}_p50_ms"] = median(times_s["ping", count]) * 1e3
+        found[f"lookup_{count}_vs_ping"] = median(samples_s) / median(times_s["ping", count])
+        forms = {
+            form: median(times_s[form, key]) for form, key in times_s if form not in ("lookup", "ping") and key == count
+        }
         found |= {f"{form}_{count}_p50_ms": time_s * 1e3 for form, time_s in forms.items()}
         if forms:
             fastest_s = min(forms.values())

@@ -34,6 +34,11 @@ def encode(words: Sequence[bytes]) -> bytes:
     return b"*%d\r\n" % len(words) + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
 
 
+def _mget(keys: Sequence[bytes]) -> bytes:
+    """`encode` of an MGET of keys that are all as long as a hash, as fast as Python can."""
+    return b"*%d\r\n$4\r\nMGET\r\n$32\r\n" % (len(keys) + 1) + b"\r\n$32\r\n".join(keys) + b"\r\n"
+
+
 class RedisSubject:
     """`redis_raw` and `redis_py` of so many keys, all of them there, with values of 8 bytes."""
 
@@ -78,7 +83,6 @@ class RedisSubject:
 
     def prepare(self, action: str, batches: Sequence[int]) -> None:
         answer_bytes = {count: len(encode([_VALUE] * count)) for count in batches}
-        self._commands = {count: encode([b"MGET", *self._keys[:count]]) for count in batches}
         self._answers = {count: memoryview(bytearray(size)) for count, size in answer_bytes.items()}
         self._prompts = {count: self._keys[:count] for count in batches}
 
@@ -86,7 +90,7 @@ class RedisSubject:
         if action == "redis_py":
             self._values = self._mget(self._prompts[batch])
         else:
-            self._connection.sendall(self._commands[batch])
+            self._connection.sendall(_mget(self._prompts[batch]))
             answer = self._answers[batch]
             self._connection.recv_into(answer, 0, socket.MSG_WAITALL)
             self._values = bytes(answer).split(b"\r\n")[2::2]

@@ -51,7 +51,7 @@ a variable of a known section, is an error; other variables that look like setti
 ## Client
 
 Fields of `kvstore_client.ClientConfig`, for `Client(config=...)` and `AsyncClient(config=...)`. Which daemon a
-client uses, first that is there: its `address` argument, `$KVSTORE_ADDRESS`, this node's unix socket,
+client uses, first that is given or answers: its `address` argument, `$KVSTORE_ADDRESS`, this node's unix socket,
 `127.0.0.1:7450`.
 
 {client}

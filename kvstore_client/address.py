@@ -1,12 +1,13 @@
 """Where the daemon is: what the caller says, the environment says, or the node's own socket.
 
 The order is part of the contract with operators: argument, `$KVSTORE_ADDRESS`, the first socket of
-`socket_candidates()` that is there, `127.0.0.1:7450`.
+`socket_candidates()` that answers, `127.0.0.1:7450`.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import tempfile
 from collections.abc import Mapping
@@ -24,14 +25,14 @@ _UNIX_PATH_MAX_BYTES = 107
 
 
 def find_address(address: str | None = None) -> str:
-    """The checked address of the daemon to use; reads the environment and the file system, never connects."""
+    """The checked address of the daemon to use; what is named is taken as it is, without a look."""
     if address is not None:
         return parse_address(address, field="address")
     from_environment = os.environ.get(ADDRESS_VARIABLE)
     if from_environment:
         return parse_address(from_environment, field=f"${ADDRESS_VARIABLE}")
     for path in socket_candidates():
-        if is_trusted_socket(path):
+        if is_trusted_socket(path) and _is_served(path):
             return f"unix:{path}"
     return DEFAULT_ADDRESS
 
@@ -91,6 +92,19 @@ def is_trusted_socket(path: Path) -> bool:
     except OSError:
         return False
     return stat.S_ISSOCK(entry.st_mode) and _is_trusted_owner(entry.st_uid) and _is_trusted_owner(folder.st_uid)
+
+
+def _is_served(path: Path) -> bool:
+    """Whether somebody listens whom this process may talk to; never waits."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except BlockingIOError:
+            return True  # there, with more callers than it has taken yet
+        except OSError:
+            return False
+    return True
 
 
 def _is_host(host: str) -> bool:

@@ -126,6 +126,11 @@ class AsyncClient:
         )
         return await self._run(flow)
 
+    @property
+    def transport(self) -> str | None:
+        """See `Client.transport`."""
+        return self._carrier.transport()
+
     async def aclose(self) -> None:
         """Ends calls under way in other tasks as misses; later ones are misses at once.
 

@@ -74,11 +74,17 @@ class AsyncCarrier:
                 return None
             case Read() | Write():
                 with self._guard.watching():
-                    return await self._over_grpc().carry_out(step)
+                    outcome = await self._over_grpc().carry_out(step)
+                self._ways.note_moved(TransferPath.STREAM, is_write=isinstance(step, Write))
+                return outcome
             case Checksum(blocks=blocks):
                 if sum(map(len, blocks)) > _INLINE_BYTES_MAX:
                     return await asyncio.to_thread(_checksums, blocks)
                 return _checksums(blocks)
+
+    def transport(self) -> str | None:
+        """See `Ways.transport`."""
+        return self._ways.transport()
 
     async def aclose(self) -> None:
         self._is_closed = True
@@ -110,7 +116,11 @@ class AsyncCarrier:
             if session is not None:
                 return await self._over_slab(session, step)
         self._ways.check_grpc(step)
-        return await self._over_grpc().carry_out(step)
+        try:
+            return await self._over_grpc().carry_out(step)
+        except UnavailableError as error:
+            self._ways.explain(error)
+            raise
 
     async def _over_slab(self, session: SlabSession, step: Call) -> object:
         return await self._calls.pool(session.path, session.id).call(
@@ -146,10 +156,12 @@ class AsyncCarrier:
         try:
             if step.path is TransferPath.SLAB:
                 return await self._copy(step)
-            return await _in_thread(lambda _: mover.fetch(step) if isinstance(step, Fetch) else mover.send(step))
+            outcome = await _in_thread(lambda _: mover.fetch(step) if isinstance(step, Fetch) else mover.send(step))
         except KvstoreError as error:
             self._ways.note_failure(step, error)
             raise
+        self._ways.note_moved(step.path, is_write=isinstance(step, Send))
+        return outcome
 
     async def _copy(self, step: Fetch | Send) -> object:
         mover = self._ways.slab_mover
@@ -176,8 +188,10 @@ class AsyncCarrier:
         if self._is_closed:
             raise UnavailableError("the client is closed")
         if self._grpc is None:
-            from kvstore_client.grpc_aio_transport import AsyncGrpcTransport
-
+            try:
+                from kvstore_client.grpc_aio_transport import AsyncGrpcTransport
+            except OSError as error:  # no descriptors left, say: a miss now, and another try with the next call
+                raise UnavailableError(f"gRPC cannot be loaded: {error.strerror}") from error
             self._grpc = AsyncGrpcTransport(self._address)
         return self._grpc
 

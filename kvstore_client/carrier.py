@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.envelope import checksum
 from kvstore.errors import KvstoreError, UnavailableError
-from kvstore.messages import OwnerId, StoreInfo
+from kvstore.messages import OwnerId, StoreInfo, TransferPath
 from kvstore.slab import Access
 from kvstore_client.config import ClientConfig
 from kvstore_client.flows.steps import (
@@ -25,6 +25,7 @@ from kvstore_client.flows.steps import (
     View,
     Write,
 )
+from kvstore_client.forks import mend_after_fork
 from kvstore_client.guard import Guard
 from kvstore_client.paths.slab import Arena, SlabSession
 from kvstore_client.paths.slab_calls import IDEMPOTENT, SessionLostError
@@ -45,6 +46,11 @@ class Carrier:
         self._lock = threading.Lock()
         self._grpc: GrpcTransport | None = None
         self._is_closed = False
+        mend_after_fork(self)
+
+    def after_fork(self) -> None:
+        """Another thread of the parent may have held the lock."""
+        self._lock = threading.Lock()
 
     def carry_out(self, step: Step) -> object:
         match step:
@@ -66,7 +72,9 @@ class Carrier:
                 return None
             case Read() | Write():
                 with self._guard.watching():
-                    return self._over_grpc().carry_out(step)
+                    outcome = self._over_grpc().carry_out(step)
+                self._ways.note_moved(TransferPath.STREAM, is_write=isinstance(step, Write))
+                return outcome
             case Checksum(blocks=blocks):
                 return [checksum(block) for block in blocks]
 
@@ -77,6 +85,10 @@ class Carrier:
     def arenas(self) -> tuple[Arena, ...]:
         """The daemon's memory as far as it is mapped now."""
         return self._ways.arenas()
+
+    def transport(self) -> str | None:
+        """See `Ways.transport`."""
+        return self._ways.transport()
 
     def close(self) -> None:
         with self._lock:
@@ -108,7 +120,11 @@ class Carrier:
             if session is not None:
                 return session.calls.call(step.method, step.request, timeout_s=step.timeout_s)
         self._ways.check_grpc(step)
-        return self._over_grpc().carry_out(step)
+        try:
+            return self._over_grpc().carry_out(step)
+        except UnavailableError as error:
+            self._ways.explain(error)
+            raise
 
     def _attach(self, access: Access) -> SlabSession | None:
         session = self._ways.attach(access)
@@ -137,10 +153,12 @@ class Carrier:
     def _move(self, step: Fetch | Send) -> object:
         mover = self._ways.mover(step)
         try:
-            return mover.fetch(step) if isinstance(step, Fetch) else mover.send(step)
+            outcome = mover.fetch(step) if isinstance(step, Fetch) else mover.send(step)
         except KvstoreError as error:
             self._ways.note_failure(step, error)
             raise
+        self._ways.note_moved(step.path, is_write=isinstance(step, Send))
+        return outcome
 
     def _over_grpc(self) -> GrpcTransport:
         """Imported when it is needed: a client that is attached to the slab socket never loads gRPC."""
@@ -148,7 +166,9 @@ class Carrier:
             if self._is_closed:
                 raise UnavailableError("the client is closed")
             if self._grpc is None:
-                from kvstore_client.grpc_transport import GrpcTransport
-
+                try:
+                    from kvstore_client.grpc_transport import GrpcTransport
+                except OSError as error:  # no descriptors left, say: a miss now, and another try with the next call
+                    raise UnavailableError(f"gRPC cannot be loaded: {error.strerror}") from error
                 self._grpc = GrpcTransport(self._address)
             return self._grpc

@@ -25,6 +25,7 @@ from kvstore.errors import (
 from kvstore.messages import NamespaceStats, StoreStats
 from kvstore_client.client import Client
 from kvstore_client.config import ClientConfig
+from kvstore_client.paths.slab_calls import AttachRefusedError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -101,7 +102,7 @@ def cli() -> None:
       kvstore demo                        see it work on a small model
 
     \b
-    Which daemon the commands talk to, first that is there:
+    Which daemon the commands talk to, first that is given or answers:
       --address, $KVSTORE_ADDRESS, this node's unix socket, 127.0.0.1:7450
     """
 
@@ -136,11 +137,12 @@ def ping(address: str | None, *, is_json: bool, timeout_s: float) -> None:
         started_s = time.perf_counter()
         info = client.info()
         round_trip_s = time.perf_counter() - started_s
-        used_address = client.address
+        used_address, transport = client.address, client.transport
     if is_json:
         shown = dataclasses.asdict(info) | {
             "epoch": info.epoch.hex(),
             "address": used_address,
+            "transport": transport,
             "round_trip_s": round(round_trip_s, 6),
             "has_nixl": bool(info.nixl_metadata),
         }
@@ -150,7 +152,7 @@ def ping(address: str | None, *, is_json: bool, timeout_s: float) -> None:
     state = "draining, takes no new blocks" if info.draining else "serving"
     click.echo(
         f"{used_address}: kvstore {info.version}, {state}, up {_duration(info.uptime_s)}, "
-        f"answers in {round_trip_s * 1e3:.2f} ms"
+        f"answers in {round_trip_s * 1e3:.2f} ms, transport {transport or 'none'}"
     )
 
 
@@ -185,15 +187,18 @@ def _asking(address: str | None, *, timeout_s: float) -> Iterator[Client]:
     with Client(address, config=ClientConfig(control_timeout_s=timeout_s)) as client:
         try:
             yield client
+        except AttachRefusedError as error:
+            raise AttachRefusedError(f"{client.address}: {error}") from error
         except UnavailableError as error:
             if _IS_HUNG in str(error):
                 raise DeadlineExceededError(
-                    f"{client.address} accepts connections and does not answer. The daemon is hung or overloaded: "
-                    "look at its log."
+                    f"{client.address} accepts connections and does not answer. Either nothing that speaks gRPC is "
+                    "there: is it the right port? Or the daemon is hung or overloaded: look at its log."
                 ) from error
             raise UnavailableError(
                 f"no daemon answers at {client.address} ({error}). "
-                "Start one with `kvstore serve`, or name it with --address or $KVSTORE_ADDRESS."
+                "Start one with `kvstore serve`, or name it with --address or $KVSTORE_ADDRESS. "
+                "If something runs there: does it speak gRPC, is it the right port?"
             ) from error
         except InternalError as error:
             if "UNIMPLEMENTED" not in str(error):
@@ -204,7 +209,8 @@ def _asking(address: str | None, *, timeout_s: float) -> Iterator[Client]:
         except DeadlineExceededError as error:
             raise DeadlineExceededError(
                 f"{client.address} did not answer within {timeout_s:g} s. "
-                "The daemon is hung, overloaded or far away: look at its log, or allow more with --timeout."
+                "The daemon is hung, overloaded or far away: look at its log, or allow more with --timeout. "
+                "Or nothing that speaks gRPC is there: is it the right port?"
             ) from error
 
 

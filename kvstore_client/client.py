@@ -169,6 +169,14 @@ class Client:
         """
         return self._carrier.arenas()
 
+    @property
+    def transport(self) -> str | None:
+        """The way that blocks travel now: "slab", "bulk", "grpc" or "nixl"; asks nobody.
+
+        None before the daemon has answered anything, and while the transport that was insisted on is not there.
+        """
+        return self._carrier.transport()
+
     def close(self) -> None:
         """Ends calls under way in other threads as misses; later ones are misses at once."""
         self._carrier.close()

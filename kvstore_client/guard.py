@@ -10,6 +10,7 @@ from types import TracebackType
 from kvstore.errors import DeadlineExceededError, KvstoreError, UnavailableError
 from kvstore_client.breaker import Admission, Breaker
 from kvstore_client.config import ClientConfig
+from kvstore_client.forks import mend_after_fork
 
 
 class Guard:
@@ -24,6 +25,10 @@ class Guard:
             cooldown_initial_s=config.breaker_cooldown_initial_s,
             cooldown_max_s=config.breaker_cooldown_max_s,
         )
+        mend_after_fork(self)
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
 
     def watching(self) -> _Watch:
         """Around one call; raises `UnavailableError` instead of letting it happen while the circuit is open."""

@@ -22,3 +22,13 @@ def parse_size(text: str, *, field: str) -> int:
         raise InvalidArgumentError.of(field, text, SIZE_ALLOWED)
     number, unit, binary = match.groups(default="")
     return int(Decimal(number) * (1024 if binary else 1000) ** _POWERS[unit.lower()])
+
+
+def format_size(size_bytes: int) -> str:
+    """For people: `1.5GiB`; bytes below 1 KiB are exact."""
+    size, unit = float(size_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size_bytes}B" if unit == "B" else f"{size:.1f}{unit}"

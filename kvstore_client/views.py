@@ -61,7 +61,13 @@ class BlockView:
 
     def torch(self, *, plane: str) -> Any:
         """The same as a CPU tensor of the layout's dtype. Torch knows no read-only tensors: do not write to it."""
-        torch = importlib.import_module("torch")  # by who asks for a tensor, never by importing this package
+        try:
+            torch = importlib.import_module("torch")  # by who asks for a tensor, never by importing this package
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "`torch` of a view needs torch, which is not installed: `pip install torch`, or take `numpy`",
+                name=error.name,
+            ) from error
         found = self._plane(plane)
         dtype = getattr(torch, self._namespace.dtype)
         held = _writable_face(self.payload)

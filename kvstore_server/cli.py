@@ -24,7 +24,13 @@ _FLAGS: tuple[tuple[str, str, str, type, str], ...] = (
     ("--memory-capacity", "memory", "capacity", str, "Bytes of host memory for blocks, such as 8GiB. A hard cap."),
     ("--grpc-port", "grpc", "port", int, "TCP port of the store service; 0 takes a free one.  [default: 7450]"),
     ("--socket-path", "grpc", "socket_path", str, "Unix socket for clients on this node; '' for none."),
-    ("--bulk-port", "bulk", "port", str, "TCP port of the data port; 0 takes a free one.  [default: 7454]"),
+    (
+        "--bulk-port",
+        "bulk",
+        "port",
+        str,
+        "TCP port of the data port, 0 for a free one, or auto: 7454, or free if --grpc-port is.  [default: auto]",
+    ),
     ("--metrics-port", "metrics", "port", int, "TCP port of /metrics; 0 takes a free one.  [default: 7451]"),
     ("--log-level", "log", "level", str, "debug, info, warning or error.  [default: info]"),
     ("--log-format", "log", "format", str, "auto, console or json.  [default: auto]"),
@@ -105,6 +111,8 @@ def serve(config_file: Path | None, ready_file: Path | None, as_json: bool, **fl
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(main())
+    except InvalidArgumentError as error:
+        raise click.UsageError(str(error)) from error
     except KvstoreError as error:
         raise click.ClickException(str(error)) from error
 

@@ -84,7 +84,7 @@ class MemoryConfig(_Section):
     """Memory of the arena: huge pages that were set aside (`vm.nr_hugepages`), a tmpfs mounted with `huge=`, or
     plain memory; `auto` takes the best there is. Copies run up to five times slower on 4 KiB pages."""
     huge_mount: Path | None = None
-    """A tmpfs for `huge-tmpfs`; default any that is mounted with `huge=always`, `within_size` or `advise`."""
+    """A folder for `huge-tmpfs`, on a tmpfs mounted with `huge=always`, `within_size` or `advise`; default any such."""
     lock: bool = False
     """Keep the arena from being swapped out; needs RLIMIT_MEMLOCK of the capacity, or CAP_IPC_LOCK."""
 
@@ -207,10 +207,19 @@ class LimitsConfig(_Section):
         return self
 
 
+_TENANT_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+
+
+def _check_tenant_name(name: str) -> str:
+    if not _TENANT_NAME.fullmatch(name):
+        raise ValueError("lower case letters, digits and dashes in between, 1 to 63 of them")
+    return name
+
+
 class TenantConfig(_Section):
     """Local users that share blocks with each other and with nobody else."""
 
-    name: str = Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")
+    name: Annotated[str, AfterValidator(_check_tenant_name)]
     """Lower case letters, digits and dashes, at most 63."""
     uids: tuple[Annotated[int, Field(ge=0, le=(1 << 32) - 2)], ...] = Field(min_length=1)
     """User ids of the processes, as this machine knows them."""
@@ -382,6 +391,18 @@ def unknown_environment(environment: Mapping[str, str] = os.environ) -> list[str
 _KIND_OF_VALUE = re.compile(r"constrained-int$|literal\[")
 """What pydantic adds to the name of a field of several kinds."""
 
+_ALLOWED = {
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "string_type": "text, in quotes if it looks like a number",
+    "tuple_type": "a list",
+    "too_short": "at least one",
+    "model_type": "a section, with its settings indented below it",
+    "model_attributes_type": "a section, with its settings indented below it",
+}
+"""By the kind of error, where pydantic's own words would not help who writes a file."""
+
 
 def _explain(error: ValidationError) -> list[str]:
     lines = []
@@ -390,9 +411,10 @@ def _explain(error: ValidationError) -> list[str]:
         parts = [str(part) for part in detail["loc"] if not _KIND_OF_VALUE.match(str(part))]
         field = ".".join(parts) or "configuration"
         message = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-        if detail["type"] in ("model_type", "model_attributes_type"):
-            message = "a section, with its settings indented below it"
-        if detail["type"] == "extra_forbidden":
+        message = _ALLOWED.get(detail["type"], message)
+        if detail["type"] == "missing":
+            lines.append(f"{field} is missing")
+        elif detail["type"] == "extra_forbidden":
             lines.append(f"{field} is not a setting; see `kvstore config` for all of them")
         elif isinstance(detail["input"], dict | BaseModel):
             lines.append(f"{field}: {message}")

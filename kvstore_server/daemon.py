@@ -18,11 +18,12 @@ from typing import Any
 import structlog
 
 from kvstore import __version__
-from kvstore.errors import UnavailableError
+from kvstore.errors import InvalidArgumentError, UnavailableError
 from kvstore.eviction import Watermarks
 from kvstore.messages import FRAME_DATA_BYTES_MAX, Epoch
 from kvstore.slab import Access
 from kvstore_client.hosting import Addresses, Role, announce, listen_tcp, listen_unix
+from kvstore_client.sizes import format_size
 from kvstore_server.config import Config
 from kvstore_server.core.in_flight import InFlight
 from kvstore_server.core.space import SlabId, SlabSpace
@@ -40,7 +41,7 @@ from kvstore_server.rpc.transfer_pool import PoolSettings, TransferPool, worker_
 from kvstore_server.rpc.transfers import LoopDesk, Transfers
 from kvstore_server.rpc.turns import Turns
 from kvstore_server.shm.arenas import Arenas
-from kvstore_server.shm.memory import SMALL_PAGE_BYTES, PageKind, memory_sources
+from kvstore_server.shm.memory import HUGE_PAGE_BYTES, SMALL_PAGE_BYTES, Candidates, PageKind, find_candidates
 
 _SWEEP_INTERVAL_S = 0.25
 """How late an expired lease or reservation may be noticed."""
@@ -75,7 +76,15 @@ class Daemon:
         )
         slab_bytes = config.memory.slab_bytes
         self._slab_count = int(config.memory.capacity) // slab_bytes
-        self._arenas = _take_memory(config, slab_count=self._slab_count, tenant_count=self._tenants.count)
+        self._candidates = _find_memory(config)
+        # With tenants an arena for each slab, so that a tenant can be given its own and no other.
+        self._arenas = Arenas(
+            sources=self._candidates.sources,
+            arena_count=1 if self._tenants.count == 1 else self._slab_count,
+            arena_bytes=(self._slab_count if self._tenants.count == 1 else 1) * slab_bytes,
+            slab_bytes=slab_bytes,
+            is_locked=config.memory.lock,
+        )
         self._core = StoreCore(
             space=SlabSpace(slab_count=self._slab_count, slab_bytes=slab_bytes, tenant_count=self._tenants.count),
             watermarks=Watermarks(high=config.memory.high_watermark, low=config.memory.low_watermark),
@@ -137,12 +146,7 @@ class Daemon:
             addresses = self._listen(parts)
             self._ready_slab(SlabId(0))  # so that the first put after the announcement has room
             if self._arenas.page_bytes <= SMALL_PAGE_BYTES:
-                _log.warning(
-                    "small_pages",
-                    page_bytes=self._arenas.page_bytes,
-                    hint="copies are up to five times faster on huge pages: set vm.nr_hugepages, "
-                    "or mount a tmpfs with huge=always and name it in memory.huge_mount",
-                )
+                self._warn_of_small_pages()
             if isinstance(self._bulk, TransferPool):
                 await self._bulk.wait_until_serving()
             await self._grpc.start()
@@ -161,6 +165,22 @@ class Daemon:
             await self._drain()
         if self._bug is not None:
             raise self._bug
+
+    def _warn_of_small_pages(self) -> None:
+        arenas = self._arenas
+        reasons = [*arenas.passed_over, *self._candidates.left_out]
+        if arenas.arena_bytes < HUGE_PAGE_BYTES:
+            reasons.append(f"an arena of {format_size(arenas.arena_bytes)} is smaller than a huge page")
+        elif arenas.kind is PageKind.HUGE_TMPFS:
+            reasons.append(f"{arenas.kind}: taken, but the kernel gave small pages: it has no huge ones free")
+        _log.warning(
+            "small_pages",
+            page_bytes=arenas.page_bytes,
+            pages=str(arenas.kind),
+            reasons=reasons,
+            hint="copies are up to five times faster on huge pages: set vm.nr_hugepages, "
+            "or mount a tmpfs with huge=always and name it in memory.huge_mount",
+        )
 
     def _listen(self, parts: contextlib.AsyncExitStack) -> Addresses:
         """On all sockets and ports that there are to be."""
@@ -293,12 +313,15 @@ class Daemon:
         def note(metadata: bytes) -> None:
             self._service.endpoints = replace(self._service.endpoints, nixl_metadata=metadata)
 
-        return NixlEndpoint(
-            [self._arenas.descriptor(index, Access.WRITE) for index in range(self._arenas.arena_count)],
-            arena_bytes=self._arenas.arena_bytes,
-            on_metadata=note,
-            on_fenced=self._core.fence,
-        )
+        try:
+            return NixlEndpoint(
+                [self._arenas.descriptor(index, Access.WRITE) for index in range(self._arenas.arena_count)],
+                arena_bytes=self._arenas.arena_bytes,
+                on_metadata=note,
+                on_fenced=self._core.fence,
+            )
+        except UnavailableError as error:
+            raise InvalidArgumentError(f"nixl.enabled is true; allowed here: false, as {error}") from error
 
     async def _prefault(self) -> None:
         """Faults the rest of the arena in while serving; the store uses what is ready."""
@@ -350,7 +373,8 @@ class Daemon:
             self._arenas.prefault(slab)
         except OSError as error:
             raise UnavailableError(
-                f"no memory for the first slab of {self._config.memory.slab_bytes} bytes ({error.strerror}); "
+                f"no memory for the first slab of {format_size(self._config.memory.slab_bytes)} "
+                f"({error.strerror}); "
                 "lower memory.capacity, or set memory.pages to another kind"
             ) from error
         self._core.space.add_slab(slab)
@@ -391,19 +415,10 @@ class Daemon:
         self._stop.set()
 
 
-def _take_memory(config: Config, *, slab_count: int, tenant_count: int) -> Arenas:
-    """One arena, or with tenants one for each slab, so that a tenant can be given its own and no other."""
+def _find_memory(config: Config) -> Candidates:
     memory, own_uid = config.memory, os.geteuid()
-    slab_bytes = memory.slab_bytes
-    arena_count = 1 if tenant_count == 1 else slab_count
-    return Arenas(
-        sources=memory_sources(
-            pages=None if memory.pages == "auto" else PageKind(memory.pages),
-            huge_mount=memory.huge_mount,
-            must_be_sealed=any(uid != own_uid for one in config.tenants if one.access == "write" for uid in one.uids),
-        ),
-        arena_count=arena_count,
-        arena_bytes=slab_count // arena_count * slab_bytes,
-        slab_bytes=slab_bytes,
-        is_locked=memory.lock,
+    return find_candidates(
+        pages=None if memory.pages == "auto" else PageKind(memory.pages),
+        huge_mount=memory.huge_mount,
+        must_be_sealed=any(uid != own_uid for one in config.tenants if one.access == "write" for uid in one.uids),
     )

@@ -8,17 +8,18 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from gpu_agent.demo.processes import DemoError
 from gpu_agent.demo.report import Report
 from gpu_agent.demo.stages import Settings, run_stages
 from kvstore.errors import InvalidArgumentError
 from kvstore_client.sizes import parse_size
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
 
 _EXPECTED_EVENTS = 19
 """Progress events of a run with a converted model; conversion has more, and the bar only waits for them."""
@@ -39,7 +40,7 @@ def _size_bytes(context: click.Context, parameter: click.Parameter, value: str |
 
 def _check_installed(*, needs_gguf: bool) -> None:
     """The workers need more than this command; said before anything is started."""
-    needed = ("torch", "transformers", "accelerate", "safetensors", *(("gguf",) if needs_gguf else ()))
+    needed = ("rich", "torch", "transformers", "accelerate", "safetensors", *(("gguf",) if needs_gguf else ()))
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise click.ClickException(
@@ -120,6 +121,9 @@ class _ProgressBar:
     """A progress bar on stderr, so that stdout has the result alone."""
 
     def __init__(self) -> None:
+        from rich.console import Console  # here, so that `--help` needs nothing that only the demo needs
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
         self._bar = Progress(*columns, console=Console(stderr=True))
         self._task: TaskID | None = None
@@ -140,6 +144,9 @@ class _ProgressBar:
 
 
 def _print(report: Report) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
     console = Console()
     if not console.is_terminal:
         console.width = 100

@@ -8,6 +8,10 @@ from kvstore.envelope import ENVELOPE_BYTES
 from kvstore.namespace import Namespace
 from kvstore_client.config import ClientConfig
 
+_DATA_COUNT_MAX = 1024
+"""Blocks of one transfer, however small: reserving and committing so many takes the daemon some 20 ms, in which it
+answers nobody else."""
+
 
 def hash_batches(config: ClientConfig, *, block_count: int) -> Iterator[slice]:
     """Batches of requests that carry hashes alone."""
@@ -17,7 +21,8 @@ def hash_batches(config: ClientConfig, *, block_count: int) -> Iterator[slice]:
 def data_batches(config: ClientConfig, namespace: Namespace, *, block_count: int) -> Iterator[slice]:
     """Batches of transfers; one block always fits, however large."""
     block_bytes = ENVELOPE_BYTES + namespace.block_layout.payload_bytes
-    return _split(block_count, step=max(1, min(config.batch_count_max, config.batch_bytes_max // block_bytes)))
+    count_max = min(config.batch_count_max, _DATA_COUNT_MAX)
+    return _split(block_count, step=max(1, min(count_max, config.batch_bytes_max // block_bytes)))
 
 
 def _split(block_count: int, *, step: int) -> Iterator[slice]:

@@ -22,6 +22,8 @@ _FORCED = {
     "grpc": TransferPath.STREAM,
     "nixl": TransferPath.NIXL,
 }
+PATH_NAMES = {path: name for name, path in _FORCED.items()}
+"""What people call the paths: as in `ClientConfig.transport`."""
 
 
 def transport_in_force(configured: str, environ: Mapping[str, str]) -> str:

@@ -9,7 +9,6 @@ import mmap
 import os
 import socket
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +38,7 @@ from kvstore.slab import (
     slot_state,
 )
 from kvstore_client.flows.steps import Fetch, Recall, SeenBlock, Send, View
+from kvstore_client.forks import mend_after_fork
 from kvstore_client.ids import new_owner_id
 from kvstore_client.paths.slab_calls import CallPool, SessionLostError, TimedSocket, too_late
 from kvstore_client.paths.slab_copy import Crew, load_slot, read_envelope, store_slot
@@ -103,7 +103,7 @@ class SlabSession:
         self._user_count = 0
         self._is_closed = False
         self.is_lost = False
-        _forked.add(self)
+        mend_after_fork(self)
 
     # --- what is held
 
@@ -135,6 +135,7 @@ class SlabSession:
 
     def after_fork(self) -> None:
         """For the child: the session is its parent's, and must end with it."""
+        self._lock = threading.Lock()
         self.calls.close_descriptors()
         self._socket.socket.close()
         self.is_lost = True
@@ -292,7 +293,7 @@ class SlabMover:
         self._crew = Crew(thread_count_max=copy_thread_count_max)
         self._places = KnownPlaces()
         self._epoch: Epoch | None = None
-        _forked.add(self)
+        mend_after_fork(self)
 
     def recall(self, step: Recall) -> bytes:
         """See `Recall`."""
@@ -395,6 +396,12 @@ class SlabLink:
         self._sessions: dict[Access, SlabSession] = {}
         self._lock = threading.Lock()
         self._is_closed = False
+        mend_after_fork(self)
+
+    def after_fork(self) -> None:
+        """The sessions are the parent's; one that was being opened never will be here."""
+        self._lock = threading.Lock()
+        self._sessions = {}
 
     def living(self, access: Access) -> SlabSession | None:
         """The session, after a look at whether the daemon still is there."""
@@ -470,15 +477,3 @@ def _records(step: Fetch | Send | View) -> list[SlotRecord]:
     if len(records) != len(step.hashes):
         raise ProtocolError(f"{len(records)} slots for {len(step.hashes)} blocks")
     return records
-
-
-_forked: weakref.WeakSet[SlabSession | SlabMover] = weakref.WeakSet()
-"""What a child process inherits and must not use."""
-
-
-def _after_fork_in_child() -> None:
-    for inherited in tuple(_forked):
-        inherited.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -16,6 +16,7 @@ from kvstore.errors import DeadlineExceededError, KvstoreError, ProtocolError, U
 from kvstore.messages import OwnerId
 from kvstore.slab import CALL_HEADER_BYTES, WELCOME_BYTES, Access, CallHeader, ConnectionKind, Hello, Welcome
 from kvstore.wire import Method
+from kvstore_client.forks import mend_after_fork
 
 CONNECTIONS_MAX = 16
 """CALLS connections of one session, the daemon's own limit; a thread that finds all of them busy waits for one."""
@@ -45,6 +46,10 @@ class SessionLostError(UnavailableError):
     """The daemon has closed the connection: it ended, or it ended the session; what the session held is void."""
 
 
+class AttachRefusedError(UnavailableError):
+    """The daemon does not want this client at its slab socket; the message has its reason."""
+
+
 def decode_answer(header: CallHeader, body: bytes, method: Method[Any, Any], *, call_number: int) -> Any:
     """The response, or the error that it stands for."""
     if header.call_number != call_number:
@@ -56,10 +61,10 @@ def decode_answer(header: CallHeader, body: bytes, method: Method[Any, Any], *, 
 
 
 def check_welcome(sock_answer: bytes, refusal: bytes) -> Welcome:
-    """The welcome; a refusal raises `UnavailableError`."""
+    """The welcome; a refusal raises `AttachRefusedError`."""
     welcome = Welcome.decode(sock_answer)
     if welcome.refusal_bytes:
-        raise UnavailableError(f"the daemon refuses this client: {refusal.decode(errors='replace')}")
+        raise AttachRefusedError(f"the daemon refuses this client: {refusal.decode(errors='replace')}")
     return welcome
 
 
@@ -77,6 +82,7 @@ class TimedSocket:
         self._deadline_s = 0.0
         self._buffer = bytearray(RECEIVE_BYTES)
         self._view = memoryview(self._buffer)
+        mend_after_fork(self)  # before it connects: the fork may come in the middle of that
         try:
             self.start(timeout_s)
             self.socket.connect(str(path))
@@ -89,6 +95,10 @@ class TimedSocket:
             if isinstance(error, BlockingIOError):
                 raise too_late("attaching to the daemon", timeout_s) from error
             raise
+
+    def after_fork(self) -> None:
+        """The connection is the parent's, and must end with it."""
+        self.socket.close()
 
     def start(self, timeout_s: float) -> None:
         """What follows has this long, all together."""

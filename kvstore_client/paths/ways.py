@@ -15,10 +15,12 @@ from kvstore.slab import Access
 from kvstore_client.address import is_trusted_socket
 from kvstore_client.config import ClientConfig
 from kvstore_client.flows.steps import Call, Fetch, Post, Route, Send
+from kvstore_client.forks import mend_after_fork
 from kvstore_client.ids import new_owner_id
-from kvstore_client.paths.choose import Choice, transport_in_force
+from kvstore_client.paths.choose import PATH_NAMES, Choice, transport_in_force
 from kvstore_client.paths.mover import Mover, TransferRefusedError
 from kvstore_client.paths.slab import Arena, OtherEpochError, SlabLink, SlabMover, SlabSession
+from kvstore_client.paths.slab_calls import AttachRefusedError
 
 _log = logging.getLogger("kvstore.client")
 
@@ -39,14 +41,21 @@ class Ways:
         # With an id each, under which NIXL's holds go: slots that one serving process named to us may be another's by
         # the time that the next one serves, and must not be written by way of that.
         self._movers: dict[TransferPath, tuple[OwnerId, Mover]] = {}
-        self._reason = "the daemon offers no slab socket"
-        self._has_told = False
+        self._attach_error: KvstoreError | None = None
+        """Why the last attempt to attach failed; None when it did not."""
+        self._told: set[str] = set()
+        """What has been said to travel another way than through shared memory, until it does not any more."""
         self._may_write = True
         self._is_closed = False
         self.is_outdated = False
         """True when the daemon should be asked who it is, for it may have been started anew."""
 
-    # --- control
+        # --- control
+        mend_after_fork(self)
+
+    def after_fork(self) -> None:
+        """Another thread of the parent may have held the lock."""
+        self._lock = threading.Lock()
 
     def session_of(self, step: Call | Post) -> SlabSession | None:
         """The session that a call belongs to or may travel with."""
@@ -60,6 +69,14 @@ class Ways:
 
     def arenas(self) -> tuple[Arena, ...]:
         return self._link.arenas()
+
+    def transport(self) -> str | None:
+        """The way that blocks travel now, as `ClientConfig.transport` names it; None while none is known to be open."""
+        has_slab = any(self._link.living(access) is not None for access in Access)
+        if self._is_closed or (self._choice.offers is None and not has_slab):
+            return None
+        path = self._choice.path(has_slab=has_slab, now_s=time.monotonic())
+        return None if path is TransferPath.SLAB and not has_slab else PATH_NAMES[path]
 
     def may_attach(self, access: Access) -> bool:
         """Whether to `attach` now; costs nothing to ask before each call."""
@@ -78,13 +95,15 @@ class Ways:
             session = self._link.attach(
                 Path(socket), access=access, epoch=self._choice.slab_epoch, timeout_s=self._attach_timeout_s
             )
-        except DeadlineExceededError:
+        except DeadlineExceededError as error:
+            self._attach_error = error
             raise
         except KvstoreError as error:
             self.is_outdated = isinstance(error, OtherEpochError)
-            self._reason = str(error)
+            self._attach_error = error
             self._choice.note_failure(TransferPath.SLAB, now_s=time.monotonic())
             return None
+        self._attach_error = None
         self._may_write = access is Access.READ or session.access is Access.WRITE
         return session
 
@@ -107,7 +126,12 @@ class Ways:
             raise UnavailableError("the client is closed")
         # Who the daemon is may always be asked: the answer says where the slab socket is.
         if self._choice.transport == "slab" and step.is_guarded and step.method is not wire.GET_STORE_INFO:
-            raise UnavailableError(f"transport is 'slab', but {self._reason}")
+            raise UnavailableError(f"transport is 'slab', but {self._missing(None)}")
+
+    def explain(self, error: UnavailableError) -> None:
+        """gRPC only knows that a socket cannot be used; raises where the daemon said why, at its slab socket."""
+        if isinstance(self._attach_error, AttachRefusedError):
+            raise AttachRefusedError(f"{self._attach_error}; gRPC: {error}") from error
 
     # --- blocks
 
@@ -123,8 +147,8 @@ class Ways:
         if path is TransferPath.SLAB:
             if session is None or not has_slab:
                 raise UnavailableError(f"transport is 'slab', but {self._missing(session)}")
+            self._tell_return(is_write=is_write)
             return Route(path=path, owner_id=session.id)
-        self._tell(path, session)
         # NIXL's mover is made before anything is reserved, which nobody would write if it could not be made.
         return Route(path=path, owner_id=self._mover(path)[0] if path is TransferPath.NIXL else None)
 
@@ -137,13 +161,25 @@ class Ways:
             raise UnavailableError("the daemon's NIXL has been restarted meanwhile")
         return mover
 
+    def note_moved(self, path: TransferPath, *, is_write: bool) -> None:
+        """Blocks have travelled this way; says so, once, when they should have gone through shared memory."""
+        if path is TransferPath.SLAB or self._choice.transport != "auto" or not self._choice.is_same_node:
+            return
+        has_slab = any(self._link.living(access) is not None for access in Access)
+        travelling = "puts" if is_write and has_slab else "blocks"
+        if travelling in self._told:
+            return
+        self._told.add(travelling)
+        reason = self._missing(self._link.session(Access.WRITE) if is_write else None)
+        _log.warning("%s travel over %s, not through shared memory: %s", travelling, PATH_NAMES[path], reason)
+
     def note_failure(self, step: Fetch | Send, error: KvstoreError) -> None:
         """A path failed: others are taken for a while, and it is set up anew after that. A refusal is no failure."""
         if step.path is TransferPath.SLAB or isinstance(error, TransferRefusedError):
             return
         if not isinstance(error, (UnavailableError, DeadlineExceededError)):
             return
-        _log.warning("the %s path failed and rests for a while: %s", step.path.name.lower(), error)
+        _log.warning("the %s path failed and rests for a while: %s", PATH_NAMES[step.path], error)
         self._choice.note_failure(step.path, now_s=time.monotonic())
         self._end_mover(step.path, owner_id=step.owner_id if step.path is TransferPath.NIXL else None)
 
@@ -194,23 +230,29 @@ class Ways:
     def _check_trusted(self, path: Path) -> None:
         if is_trusted_socket(path):
             return
+        grpc_socket = path.parent / path.stem
         try:
             owner = path.lstat().st_uid
+            if self._choice.address == f"unix:{grpc_socket}" and grpc_socket.lstat().st_uid == owner:
+                return  # as good as the socket that the caller has named
         except OSError as error:
             raise UnavailableError(f"{path}: {error.strerror}") from error
-        grpc_socket = path.parent / path.stem
-        if self._choice.address == f"unix:{grpc_socket}" and grpc_socket.lstat().st_uid == owner:
-            return  # as good as the socket that the caller has named
         raise UnavailableError(f"{path} belongs to user {owner}, who is neither this process's user nor root")
 
-    def _tell(self, path: TransferPath, session: SlabSession | None) -> None:
-        if self._has_told or self._choice.transport != "auto" or not self._choice.is_same_node:
-            return
-        self._has_told = True
-        reason = self._missing(session)
-        _log.warning("blocks travel over %s, not through shared memory: %s", path.name.lower(), reason)
+    def _tell_return(self, *, is_write: bool) -> None:
+        """That puts do not go through shared memory is not over when something is read there."""
+        returning = self._told if is_write else self._told & {"blocks"}
+        if returning:
+            self._told = self._told - returning
+            _log.info("%s travel through shared memory again", " and ".join(sorted(returning)))
 
     def _missing(self, session: SlabSession | None) -> str:
         if self._is_closed:
             return "the client is closed"
-        return "the daemon grants this user reading only" if session is not None else self._reason
+        if session is not None:
+            return "the daemon grants this user reading only"
+        offers = self._choice.offers
+        is_refused = isinstance(self._attach_error, AttachRefusedError)
+        if not is_refused and offers is not None and not offers.slab_socket:
+            return "the daemon offers no slab socket"
+        return str(self._attach_error or "the client is not attached to the slab socket")

@@ -49,18 +49,22 @@ class TenantRule:
     may_write: bool
 
 
-class Tenants:
-    """Which tenant a local user is. Without rules everybody is `DEFAULT_TENANT` and may write.
+_ROOT_UID = 0
 
-    With rules, who is in none of them is nobody, except for the user that the daemon runs as: who can stop the
-    daemon has the default tenant, which is also that of everybody who comes without a name.
+
+class Tenants:
+    """Which tenant a local user is.
+
+    Without rules, that is `DEFAULT_TENANT` for the user that the daemon runs as, and for root, and nothing for anybody
+    else. With rules, who is in none of them is nobody, except for the daemon's own user: who can stop the daemon has
+    the default tenant, which is also that of everybody who comes without a name.
     """
 
     def __init__(self, rules: Iterable[TenantRule], *, own_uid: int) -> None:
         self._members = {uid: Membership(rule.tenant, rule.may_write) for rule in rules for uid in rule.uids}
-        self._is_open = not self._members
-        if self._members:
-            self._members.setdefault(own_uid, Membership(DEFAULT_TENANT, may_write=True))
+        own_uids = {own_uid} if self._members else {own_uid, _ROOT_UID}
+        for uid in own_uids:
+            self._members.setdefault(uid, Membership(DEFAULT_TENANT, may_write=True))
 
     @property
     def count(self) -> int:
@@ -69,4 +73,4 @@ class Tenants:
 
     def find(self, uid: int) -> Membership | None:
         """None: this user has no business here."""
-        return Membership(DEFAULT_TENANT, may_write=True) if self._is_open else self._members.get(uid)
+        return self._members.get(uid)

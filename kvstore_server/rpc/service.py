@@ -463,12 +463,12 @@ class StoreService:
                     raise InvalidArgumentError.of("path", "SLAB", "that only in a session with access WRITE")
             case TransferPath.BULK:
                 if self._transfers is None:
-                    raise InvalidArgumentError.of("path", "BULK", "no BULK here: this daemon has no data port")
+                    raise InvalidArgumentError("path is BULK, and this daemon has no data port: bulk.enabled is false")
             case TransferPath.NIXL:
                 if self.endpoints.is_nixl_enabled and not self.endpoints.nixl_metadata:
                     raise UnavailableError("NIXL is restarting; try again")
                 if not self.endpoints.nixl_metadata:
-                    raise InvalidArgumentError.of("path", "NIXL", "no NIXL here: nixl.enabled is false")
+                    raise InvalidArgumentError("path is NIXL, and this daemon has none: nixl.enabled is false")
             case TransferPath.STREAM:
                 pass
 

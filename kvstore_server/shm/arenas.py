@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.envelope import Buffer
-from kvstore.errors import UnavailableError
+from kvstore.errors import InvalidArgumentError, UnavailableError
 from kvstore.slab import SLOT_HEADER_BYTES, Access, Generation
+from kvstore_client.sizes import format_size
 from kvstore_server.core.space import Place, SlabId
 from kvstore_server.shm import memory
 from kvstore_server.shm.memory import MemorySource, PageKind
@@ -65,13 +66,18 @@ class Arenas:
         slab_bytes: int,
         is_locked: bool = False,
     ) -> None:
-        """Takes the first source that gives the whole; raises `UnavailableError` when none does."""
+        """Takes the first source that gives the whole; raises `UnavailableError` when none does.
+
+        If there is one only, it was asked for, and cannot be had: an `InvalidArgumentError`.
+        """
         assert arena_bytes % slab_bytes == 0, f"{arena_bytes} is no multiple of {slab_bytes}"
         self.arena_bytes = arena_bytes
         self.arena_count = arena_count
         self.capacity_bytes = arena_count * arena_bytes
         self.page_bytes = memory.SMALL_PAGE_BYTES
         """Of the pages that the first slab was really given; known once it is faulted in."""
+        self.passed_over: list[str] = []
+        """Why each source before the one that was taken was not."""
         self._slab_bytes = slab_bytes
         self._is_locked = is_locked
         self._source, self._arenas = self._take(sources)
@@ -169,7 +175,6 @@ class Arenas:
         self._arenas.clear()
 
     def _take(self, sources: Sequence[MemorySource]) -> tuple[MemorySource, list[_Arena]]:
-        reasons = []
         for source in sources:
             arenas: list[_Arena] = []
             try:
@@ -179,13 +184,14 @@ class Arenas:
             except OSError as error:
                 for arena in arenas:
                     arena.close()
-                reasons.append(f"{source.kind}: {error.strerror}")
+                self.passed_over.append(f"{source}: {error.strerror}")
             else:
                 return source, arenas
-        raise UnavailableError(
-            f"no memory for {self.capacity_bytes} bytes of arenas ({'; '.join(reasons)}); "
-            "lower memory.capacity, or set memory.pages to another kind or to auto"
-        )
+        capacity, reasons = format_size(self.capacity_bytes), "; ".join(self.passed_over)
+        message = f"no memory for {capacity} of arenas ({reasons}); lower memory.capacity"
+        if len(sources) == 1:
+            raise InvalidArgumentError(f"{message}, or set memory.pages to another kind or to auto")
+        raise UnavailableError(message)
 
     def _create(self, source: MemorySource, *, incarnation: int) -> _Arena:
         fd = source.create(self.arena_bytes)
@@ -202,9 +208,10 @@ class Arenas:
             except OSError as error:
                 arena.close()
                 raise UnavailableError(
-                    f"memory.lock is true, and the system lets us lock no {self.capacity_bytes} bytes "
-                    f"({error.strerror}); raise RLIMIT_MEMLOCK (ulimit -l, systemd's LimitMEMLOCK), "
-                    "give CAP_IPC_LOCK, or set memory.lock to false"
+                    f"memory.lock is true, and the system does not let us lock "
+                    f"{format_size(self.capacity_bytes)} ({error.strerror}); "
+                    "raise RLIMIT_MEMLOCK (ulimit -l, systemd's LimitMEMLOCK), give CAP_IPC_LOCK, "
+                    "or set memory.lock to false"
                 ) from error
         return arena
 

@@ -14,6 +14,10 @@ import stat
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import NamedTuple
+
+from kvstore.errors import InvalidArgumentError
+from kvstore_client.sizes import format_size
 
 SMALL_PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
@@ -27,6 +31,9 @@ _FALLOC_FL_PUNCH_HOLE = 2
 _OWNER_ONLY = stat.S_IRUSR | stat.S_IWUSR
 
 _HUGE_OPTIONS = ("huge=always", "huge=within_size", "huge=advise")
+_HUGE_TMPFS = "a tmpfs that is mounted with huge=always, huge=within_size or huge=advise"
+_HOW_TO_MOUNT = "mount -t tmpfs -o huge=always,size=65G,mode=0700,uid=USER tmpfs /mnt/kvstore"
+_TMPFS_MAGIC = 0x01021994  # linux/magic.h
 
 _libc = ctypes.CDLL(None, use_errno=True)  # its calls release the interpreter
 
@@ -51,6 +58,9 @@ class MemorySource:
 
     kind: PageKind
     mount: Path | None = None
+
+    def __str__(self) -> str:
+        return str(self.kind) if self.mount is None else f"{self.kind} on {self.mount}"
 
     @property
     def is_sealed(self) -> bool:
@@ -77,36 +87,82 @@ class MemorySource:
         elif self.mount is not None:
             about = os.statvfs(self.mount)
             free_bytes = about.f_bavail * about.f_frsize
-            hint = f" on {self.mount}; mount it larger"
+            hint = "; mount it larger"
         else:
             return
         if free_bytes < size_bytes:
-            raise OSError(errno.ENOSPC, f"{size_bytes} bytes are wanted and {free_bytes} free{hint}")
+            wanted, free = (format_size(count) for count in (size_bytes, free_bytes))
+            raise OSError(errno.ENOSPC, f"{wanted} are wanted and {free} free{hint}")
 
 
-def memory_sources(
+class Candidates(NamedTuple):
+    sources: list[MemorySource]
+    """What to try, best first."""
+    left_out: list[str]
+    """Why what is better than the last of them is not among them."""
+
+
+def find_candidates(
     *,
     pages: PageKind | None,
     huge_mount: Path | None,
     must_be_sealed: bool,
     mountinfo: Path = Path("/proc/self/mountinfo"),
-) -> list[MemorySource]:
-    """What to try, best first: the one kind that `pages` names, or all; then only what can be sealed if it must be."""
+) -> Candidates:
+    """The one kind that `pages` names, or all; then only what can be sealed if it must be.
+
+    Raises `InvalidArgumentError` for a `huge_mount` that gives no huge pages, whether it is needed or not, and for
+    `pages` that cannot be had.
+    """
+    if huge_mount is not None:
+        _check_huge_mount(huge_mount, mountinfo)
     mounts = [huge_mount] if huge_mount is not None else find_huge_mounts(mountinfo)
-    sources = [
-        MemorySource(kind=PageKind.HUGETLB),
-        *(MemorySource(kind=PageKind.HUGE_TMPFS, mount=mount) for mount in mounts),
-        MemorySource(kind=PageKind.PLAIN),
-    ]
-    return [
-        source
-        for source in sources
-        if source.kind is pages or (pages is None and (source.is_sealed or not must_be_sealed))
-    ]
+    tmpfs = [MemorySource(kind=PageKind.HUGE_TMPFS, mount=mount) for mount in mounts]
+    match pages:
+        case PageKind.HUGE_TMPFS if must_be_sealed:
+            allowed = "with tenants that may write: auto, hugetlb or plain, since a file on a tmpfs cannot be sealed"
+            raise InvalidArgumentError.of("memory.pages", str(pages), allowed)
+        case PageKind.HUGE_TMPFS if not tmpfs:
+            allowed = f"that only where this user can write to {_HUGE_TMPFS}, which none is; as root: {_HOW_TO_MOUNT}"
+            raise InvalidArgumentError.of("memory.pages", str(pages), allowed)
+        case PageKind.HUGE_TMPFS:
+            return Candidates(tmpfs, [])
+        case PageKind():
+            return Candidates([MemorySource(kind=pages)], [f"memory.pages is {pages}"])
+    left_out = []
+    if must_be_sealed:
+        tmpfs, left_out = [], [f"{PageKind.HUGE_TMPFS}: not with tenants that may write, since it cannot be sealed"]
+    elif not tmpfs:
+        left_out = [f"{PageKind.HUGE_TMPFS}: none is mounted that this user can write to"]
+    return Candidates([MemorySource(kind=PageKind.HUGETLB), *tmpfs, MemorySource(kind=PageKind.PLAIN)], left_out)
 
 
 def find_huge_mounts(mountinfo: Path) -> list[Path]:
-    """Writable tmpfs mounts that give huge pages. Format: proc_pid_mountinfo(5)."""
+    """Writable tmpfs mounts that give huge pages."""
+    return [
+        mount.path
+        for mount in _read_mounts(mountinfo)
+        if mount.is_tmpfs and mount.gives_huge_pages and os.access(mount.path, os.W_OK | os.X_OK)
+    ]
+
+
+class _Mount(NamedTuple):
+    device: str
+    path: Path
+    kind: str
+    options: frozenset[str]
+
+    @property
+    def is_tmpfs(self) -> bool:
+        return self.kind == "tmpfs"
+
+    @property
+    def gives_huge_pages(self) -> bool:
+        return not self.options.isdisjoint(_HUGE_OPTIONS)
+
+
+def _read_mounts(mountinfo: Path) -> list[_Mount]:
+    """Format: proc_pid_mountinfo(5)."""
     try:
         lines = mountinfo.read_text().splitlines()
     except OSError:
@@ -115,11 +171,33 @@ def find_huge_mounts(mountinfo: Path) -> list[Path]:
     for line in lines:
         before, _, after = line.partition(" - ")
         kind, _, options = after.split(" ", 2)
-        path = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), before.split(" ")[4]))
-        huge = [option for option in options.split(",") if option in _HUGE_OPTIONS]
-        if kind == "tmpfs" and huge and os.access(path, os.W_OK | os.X_OK):
-            mounts.append(path)
+        fields = before.split(" ")
+        path = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), fields[4]))
+        mounts.append(_Mount(fields[2], path, kind, frozenset(options.rpartition(" ")[2].split(","))))
     return mounts
+
+
+def _check_huge_mount(folder: Path, mountinfo: Path) -> None:
+    allowed = f"a folder, which this user can write to, on {_HUGE_TMPFS}"
+    try:
+        number = folder.stat().st_dev
+    except OSError as error:
+        problem = error.strerror
+    else:
+        # By device, since a folder can be deep in a mount, behind a link, or below a newer mount.
+        device = f"{os.major(number)}:{os.minor(number)}"
+        mounts = [mount for mount in _read_mounts(mountinfo) if mount.device == device]
+        if not any(mount.is_tmpfs for mount in mounts):
+            problem = f"it is on {mounts[0].kind}" if mounts else "it is on no tmpfs"
+        elif not any(mount.gives_huge_pages for mount in mounts):
+            problem = f"it is on a tmpfs without huge=; as root: {_HOW_TO_MOUNT}"
+        elif not folder.is_dir():
+            problem = "it is a file"
+        elif not os.access(folder, os.W_OK | os.X_OK):
+            problem = "this user cannot write to it"
+        else:
+            return
+    raise InvalidArgumentError.of("memory.huge_mount", str(folder), f"{allowed}; {problem}")
 
 
 def advise_huge(address: int, size_bytes: int) -> None:
@@ -197,11 +275,20 @@ def _create_memfd(size_bytes: int, *, flags: int) -> int:
 def _create_file(folder: Path, size_bytes: int) -> int:
     fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, _OWNER_ONLY)
     try:
+        _check_tmpfs(fd)
         os.ftruncate(fd, size_bytes)
     except OSError:
         os.close(fd)
         raise
     return fd
+
+
+def _check_tmpfs(fd: int) -> None:
+    """Raises `OSError` for a file on a disk, which a mount that has gone since may have hidden."""
+    about = (ctypes.c_long * 32)()  # struct statfs has 120 bytes, and begins with the type
+    _check(_libc.fstatfs(fd, about))
+    if about[0] != _TMPFS_MAGIC:
+        raise OSError(errno.EINVAL, "there is no tmpfs any more")
 
 
 def _free_huge_pages() -> int:

@@ -68,6 +68,9 @@ class AnyViews(Protocol):
 class AnyClient(Protocol):
     address: str
 
+    @property
+    def transport(self) -> str | None: ...
+
     def info(self) -> StoreInfo: ...
 
     def stats(self) -> StoreStats: ...
@@ -96,6 +99,10 @@ class BlockingAsyncClient:
         self._runner = asyncio.Runner()
         self._client = AsyncClient(address, config=config)
         self.address = self._client.address
+
+    @property
+    def transport(self) -> str | None:
+        return self._client.transport
 
     def info(self) -> StoreInfo:
         return self._runner.run(self._client.info())

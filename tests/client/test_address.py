@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ def node_socket(runtime_dir: Path) -> Iterator[Path]:
     path.parent.mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(path))
+        server.listen()
         yield path
 
 
@@ -110,6 +112,38 @@ def test_another_users_socket_is_not_trusted(node_socket: Path, monkeypatch: pyt
     assert find_address() == DEFAULT_ADDRESS
 
 
+@pytest.mark.parametrize("trouble", ["stale", "forbidden"])
+def test_a_socket_that_cannot_be_used_does_not_hide_the_next_one(
+    node_socket: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    other = node_socket.with_name("other.sock")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(other))
+        if trouble == "forbidden":
+            server.listen()
+            other.chmod(0)
+            if os.access(other, os.W_OK):
+                pytest.skip("this user may use every socket")
+        monkeypatch.setattr("kvstore_client.address.socket_candidates", lambda: [other, node_socket])
+        assert find_address() == f"unix:{node_socket}"
+        assert find_address(f"unix:{other}") == f"unix:{other}", "who names it means it"
+
+
+def test_a_daemon_that_is_too_busy_to_accept_is_there(node_socket: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = node_socket.with_name("busy.sock")
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.socket(socket.AF_UNIX))
+        server.bind(str(busy))
+        server.listen(0)
+        callers = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(2)]
+        with suppress(BlockingIOError):
+            for caller in callers:
+                caller.setblocking(False)
+                caller.connect(str(busy))
+        monkeypatch.setattr("kvstore_client.address.socket_candidates", lambda: [busy, node_socket])
+        assert find_address() == f"unix:{busy}"
+
+
 def test_candidates_go_from_most_private_to_least() -> None:
     environ = {"XDG_RUNTIME_DIR": "/run/user/7"}
     assert socket_candidates(environ=environ, uid=7, temp_dir="/tmp") == [
@@ -128,6 +162,7 @@ def test_the_daemon_puts_its_socket_where_clients_look(runtime_dir: Path) -> Non
     assert default_socket_path() == path
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(path))
+        server.listen()
         assert find_address() == f"unix:{path}"
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -44,6 +47,16 @@ def test_commands_show_examples(capsys: pytest.CaptureFixture[str]) -> None:
         assert "Examples:" in capsys.readouterr().out
 
 
+def test_the_demo_shows_its_help_without_what_it_needs_to_run() -> None:
+    script = (
+        "import sys; sys.modules.update(dict.fromkeys(('rich', 'torch', 'transformers')))\n"  # None: cannot be imported
+        "sys.argv = ['kvstore', 'demo', '--help']\n"
+        "from kvstore_client.cli import main; main()"
+    )
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert "See the whole store at work" in shown
+
+
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--version") == 0
     assert __version__ in capsys.readouterr().out
@@ -57,6 +70,8 @@ def test_ping_says_who_answers_and_how_fast(fake: FakeDaemon, capsys: pytest.Cap
     answer = json.loads(capsys.readouterr().out)
     assert answer["epoch"] == fake.epoch.hex()
     assert 0 < answer["round_trip_s"] < 2
+    assert shown.endswith(", transport grpc\n")
+    assert answer["transport"] == "grpc"
 
 
 def test_stats_come_as_lines_or_as_json(fake: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,6 +163,7 @@ def test_a_paused_daemon_is_called_hung_and_not_absent(
         daemon.resume()
     said = capsys.readouterr().err
     assert "hung or overloaded" in said or "hung, overloaded" in said
+    assert "is it the right port?" in said
     assert "kvstore serve" not in said
 
 
@@ -160,3 +176,25 @@ def test_an_address_that_is_no_store_is_said_to_be_none(capsys: pytest.CaptureFi
     finally:
         server.stop(0)
     assert "is no store daemon" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("speaks", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"hello\r\n", b""])
+def test_a_port_of_another_service_is_asked_after(speaks: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last one says nothing and hangs up at once."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    with connection, suppress(OSError):
+                        connection.sendall(speaks)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            assert run("ping", "--address", f"127.0.0.1:{server.getsockname()[1]}", "--timeout", "1") == 1
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+    assert "is it the right port?" in capsys.readouterr().err

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from kvstore_client import ClientConfig
 from tests.client.adapters import AnyClient
 from tests.client.builders import FAST, chain, namespace, payloads
 from tests.client.conftest import Connect
+from tests.conftest import DaemonProcess
 
 MISS = BlockState.MISS
 
@@ -167,3 +171,37 @@ def test_the_client_loads_neither_torch_nor_the_daemon() -> None:
         "print([name for name in sys.modules if name.split('.')[0] in ('torch', 'kvstore_server', 'gpu_agent')])"
     )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_warning_is_given_when_blocks_travel_another_way_and_not_when_the_daemon_is_gone(
+    connect: Connect,
+    start_daemon: Callable[..., DaemonProcess],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    settings = tmp_path / "kvstore.yaml"
+    settings.write_text("{}")
+    daemon = start_daemon("--config", str(settings))
+    client, space, hashes = connect(daemon.unix_address), namespace(), chain(2)
+
+    def use() -> str | None:
+        come_back(client)
+        assert client.put(space, hashes, payloads(space, 2)).stored_count == 2
+        assert client.get(space, hashes, bytearray(512)).matched_count == 2
+        return client.transport
+
+    with caplog.at_level(logging.INFO, "kvstore.client"):
+        assert use() == "slab"
+        daemon.stop()
+        for _ in range(3):
+            assert client.put(space, hashes, payloads(space, 2)).error is not None
+            assert client.get(space, hashes, bytearray(512)).error is not None
+        daemon.start()
+        assert use() == "slab"
+        assert not caplog.messages
+        daemon.stop()
+        settings.write_text("slab: {socket_path: ''}")
+        daemon.start()
+        assert use() == use() == "bulk"
+    assert caplog.messages == ["blocks travel over bulk, not through shared memory: the daemon offers no slab socket"]
+    daemon.kill()

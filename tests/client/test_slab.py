@@ -30,7 +30,7 @@ from kvstore.slab import (
     encode_slot_header,
     encode_slot_records,
 )
-from kvstore_client import AsyncClient, Client, PutState
+from kvstore_client import AsyncClient, Client, PutState, cli
 from kvstore_client.paths.slab_calls import CONNECTIONS_MAX
 from tests.client.adapters import AnyClient
 from tests.client.builders import FAST, chain, enveloped, namespace, payloads
@@ -131,7 +131,8 @@ def test_a_client_that_cannot_attach_says_so_once_and_goes_on_over_streams(
             assert client.get(space, hashes, bytearray(512)).matched_count == 2
     assert {"ReadBlocks", "WriteBlocks"} <= set(slab.calls)
     (line,) = told(caplog)
-    assert "not through shared memory" in line
+    assert line.startswith("blocks travel over grpc, not through shared memory: ")
+    assert client.transport == "grpc"
     reasons = {
         "refused": slab.refusal,
         "absent": "No such file",
@@ -168,7 +169,80 @@ def test_who_may_only_read_puts_over_streams(
     assert slab.count(wire.WRITE_BLOCKS) == 1
     assert slab.count(wire.READ_BLOCKS) == 0
     (line,) = told(caplog)
+    assert line.startswith("puts travel over grpc, not through shared memory: ")
     assert "reading only" in line
+    assert client.transport == "slab"
+
+
+def test_a_return_to_shared_memory_is_told_and_the_next_fall_back_warns_again(
+    connect: Connect, slab: FakeSlabDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, space, hashes = connect(slab.address), namespace(), chain(2)
+    caplog.set_level(logging.INFO, "kvstore.client")
+
+    def use() -> None:
+        for _ in range(2):
+            assert client.put(space, hashes, payloads(space, 2)).error is None
+            assert client.get(space, hashes, bytearray(512)).error is None
+
+    for refusal in ("no room", "", "no room again"):
+        slab.refusal = refusal
+        slab.restart()  # another start has other ways, which are tried at once
+        client.info()
+        use()
+    reported = [(r.levelname, r.getMessage()) for r in caplog.records if r.name == "kvstore.client"]
+    prefix = "blocks travel over grpc, not through shared memory: the daemon refuses this client: "
+    assert reported == [
+        ("WARNING", f"{prefix}no room"),
+        ("INFO", "blocks travel through shared memory again"),
+        ("WARNING", f"{prefix}no room again"),
+    ]
+
+
+def test_who_is_refused_hears_why_when_grpc_cannot_be_used_either(connect: Connect, slab: FakeSlabDaemon) -> None:
+    slab.refusal = "user 7 may not use this store"
+    client = connect(f"unix:{str(slab.slab_socket).removesuffix('.slab')}")  # where the fake has no gRPC
+    assert slab.refusal in str(client.get(namespace(), chain(1), bytearray(256)).error)
+    with pytest.raises(UnavailableError, match=slab.refusal):
+        client.info()
+
+
+def test_ping_tells_who_is_refused_why_and_not_to_start_another_daemon(
+    slab: FakeSlabDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slab.refusal = "user 7 may not use this store"
+    with pytest.raises(SystemExit):
+        cli.main(["ping", "--address", f"unix:{str(slab.slab_socket).removesuffix('.slab')}"])
+    said = capsys.readouterr().err
+    assert slab.refusal in said
+    assert "kvstore serve" not in said
+
+
+def test_a_tensor_of_a_view_without_torch_says_what_to_install(slab: FakeSlabDaemon) -> None:
+    script = (
+        "import sys\n"
+        "from kvstore_client import Client\n"
+        "from tests.client.builders import chain, namespace, payloads\n"
+        "sys.modules['torch'] = None\n"  # cannot be imported
+        f"with Client({slab.address!r}) as client:\n"
+        "    space = namespace()\n"
+        "    client.put(space, chain(1), payloads(space, 1))\n"
+        "    try: client.view(space, chain(1))[0].torch(plane='k')\n"
+        "    except ModuleNotFoundError as error: print(error)\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=root)
+    assert "pip install torch" in done.stdout
+
+
+def test_the_way_that_blocks_travel_is_known_without_moving_any(connect: Connect, slab: FakeSlabDaemon) -> None:
+    client = connect(slab.address)
+    assert client.transport is None
+    client.info()
+    client.info()
+    assert client.transport == "slab"
+    client.close()
+    assert client.transport is None
 
 
 def test_the_environment_can_turn_the_slab_off(

@@ -66,7 +66,6 @@ def test_the_asyncio_program_in_the_client_page_goes_on_from_the_first(daemon: D
 
 
 def test_the_views_in_the_client_page_show_what_the_first_program_stored(daemon: DaemonProcess, program: Path) -> None:
-    pytest.importorskip("torch")
     whole, _, views = code_in("client.md")
     program.write_text(f"{whole}\n{views}", encoding="utf-8")
     said = run(program, address=daemon.unix_address)

@@ -38,7 +38,8 @@ def test_small_pages_are_warned_about_and_told_to_whoever_watches(
     (ready,) = logged(daemon, "arena_ready")
     assert ready["pages"] == "plain"
     page_bytes = int(str(ready["page_bytes"]))
-    assert len(logged(daemon, "small_pages")) == (page_bytes == 4096)
+    reasons = [line["reasons"] for line in logged(daemon, "small_pages")]
+    assert reasons == [["memory.pages is plain"]] * (page_bytes == 4096)
     with urllib.request.urlopen(f"http://{daemon.metrics_address}/metrics", timeout=20) as response:
         assert f'kvstore_memory_page_bytes{{kind="plain"}} {float(page_bytes)}' in response.read().decode()
 
@@ -50,10 +51,40 @@ def test_huge_pages_that_are_not_there_stop_the_start_with_what_to_do(tmp_path: 
     if free_bytes >= 4 << 30:
         pytest.skip("this machine has set 4 GiB of huge pages aside")
     result = serve("--config", str(file), "--grpc-port", "0", "--metrics-port", "0", "--socket-path", "")
-    assert result.returncode == 1
-    assert "hugetlb: 4294967296 bytes are wanted" in result.stderr
+    assert result.returncode == 2
+    assert "hugetlb: 4.0GiB are wanted" in result.stderr
     assert "set memory.pages to another kind or to auto" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("memory: {huge_mount: /proc}", "memory.huge_mount is '/proc'; allowed: a folder, "),
+        ("memory: {huge_mount: /proc, pages: plain}", "memory.huge_mount is '/proc'; allowed: a folder, "),
+        (
+            "memory: {pages: huge-tmpfs}\ntenants: [{name: acme, uids: [4711]}]",
+            "memory.pages is 'huge-tmpfs'; allowed: with tenants that may write: auto, hugetlb or plain",
+        ),
+    ],
+)
+def test_memory_that_cannot_be_had_as_set_is_a_wrong_setting(settings: str, message: str, tmp_path: Path) -> None:
+    """systemd starts the daemon again after any other exit code than 2."""
+    file = tmp_path / "kvstore.yaml"
+    file.write_text(f"{settings}\n")
+    result = serve("--config", str(file), "--grpc-port", "0", "--metrics-port", "0", "--socket-path", "")
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_nixl_that_is_not_installed_is_a_wrong_setting(tmp_path: Path) -> None:
+    file = tmp_path / "kvstore.yaml"
+    file.write_text("nixl: {enabled: true}\nmemory: {capacity: 16MiB}\n")
+    arguments = ("--config", str(file), "--grpc-port", "0", "--metrics-port", "0", "--socket-path", "")
+    result = serve(*arguments, code="import sys\nsys.modules['nixl_cu12'] = None")
+    assert result.returncode == 2
+    assert "nixl.enabled is true; allowed here: false, as NIXL is not installed; pip install" in result.stderr
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.errors import UnavailableError
+from kvstore.errors import InvalidArgumentError
 from kvstore_server.shm import memory
 from kvstore_server.shm.arenas import Arenas
-from kvstore_server.shm.memory import HUGE_PAGE_BYTES, MemorySource, PageKind, find_huge_mounts, memory_sources
+from kvstore_server.shm.memory import HUGE_PAGE_BYTES, MemorySource, PageKind, find_candidates, find_huge_mounts
 
 SIZE_BYTES = 2 * HUGE_PAGE_BYTES
 MOUNTS = find_huge_mounts(Path("/proc/self/mountinfo"))
@@ -51,21 +51,91 @@ def address_of(mapping: mmap.mmap) -> int:
 # --- what there is
 
 
-def test_the_kinds_are_tried_best_first() -> None:
-    sources = memory_sources(pages=None, huge_mount=Path("/huge"), must_be_sealed=False)
+def mountinfo_of(folder: Path, *, kind: str, options: str) -> Path:
+    """A table in which the file system of `folder` is what the test says."""
+    number = folder.stat().st_dev
+    table = folder.parent / f"{folder.name}.mountinfo"
+    table.write_text(f"1 2 {os.major(number)}:{os.minor(number)} / /somewhere rw - {kind} {kind} rw,{options}\n")
+    return table
+
+
+@pytest.fixture
+def huge(tmp_path: Path) -> tuple[Path, Path]:
+    """A folder and a table of mounts that calls it one with huge pages."""
+    folder = tmp_path / "huge"
+    folder.mkdir()
+    return folder, mountinfo_of(folder, kind="tmpfs", options="size=1k,huge=always")
+
+
+def test_the_kinds_are_tried_best_first(huge: tuple[Path, Path]) -> None:
+    folder, mountinfo = huge
+    sources, left_out = find_candidates(pages=None, huge_mount=folder, must_be_sealed=False, mountinfo=mountinfo)
     assert [source.kind for source in sources] == [PageKind.HUGETLB, PageKind.HUGE_TMPFS, PageKind.PLAIN]
-    assert sources[1].mount == Path("/huge")
+    assert sources[1].mount == folder
+    assert left_out == []
 
 
-def test_a_file_that_others_could_cut_off_is_not_taken_when_others_write() -> None:
-    sources = memory_sources(pages=None, huge_mount=Path("/huge"), must_be_sealed=True)
+def test_a_file_that_others_could_cut_off_is_not_taken_when_others_write(huge: tuple[Path, Path]) -> None:
+    folder, mountinfo = huge
+    sources, left_out = find_candidates(pages=None, huge_mount=folder, must_be_sealed=True, mountinfo=mountinfo)
     assert [source.kind for source in sources] == [PageKind.HUGETLB, PageKind.PLAIN]
+    assert left_out == ["huge-tmpfs: not with tenants that may write, since it cannot be sealed"]
+    with pytest.raises(
+        InvalidArgumentError, match=r"memory\.pages is 'huge-tmpfs'; allowed: with tenants that may write"
+    ):
+        find_candidates(pages=PageKind.HUGE_TMPFS, huge_mount=folder, must_be_sealed=True, mountinfo=mountinfo)
 
 
 @pytest.mark.parametrize("kind", PageKind)
-def test_a_kind_that_was_asked_for_is_the_only_one(kind: PageKind) -> None:
-    sources = memory_sources(pages=kind, huge_mount=Path("/huge"), must_be_sealed=True)
+def test_a_kind_that_was_asked_for_is_the_only_one(kind: PageKind, huge: tuple[Path, Path]) -> None:
+    folder, mountinfo = huge
+    sources, _ = find_candidates(pages=kind, huge_mount=folder, must_be_sealed=False, mountinfo=mountinfo)
     assert [source.kind for source in sources] == [kind]
+
+
+def test_where_no_tmpfs_gives_huge_pages_it_is_said_with_how_to_mount_one(tmp_path: Path) -> None:
+    mountinfo = tmp_path / "mountinfo"
+    mountinfo.write_text("1 2 0:9 / /dev/shm rw - tmpfs tmpfs rw,size=1k\n")
+    sources, left_out = find_candidates(pages=None, huge_mount=None, must_be_sealed=False, mountinfo=mountinfo)
+    assert [source.kind for source in sources] == [PageKind.HUGETLB, PageKind.PLAIN]
+    assert left_out == ["huge-tmpfs: none is mounted that this user can write to"]
+    with pytest.raises(InvalidArgumentError, match=r"memory\.pages is 'huge-tmpfs'.*mount -t tmpfs -o huge=always"):
+        find_candidates(pages=PageKind.HUGE_TMPFS, huge_mount=None, must_be_sealed=False, mountinfo=mountinfo)
+
+
+@pytest.mark.parametrize("pages", [None, *PageKind])
+@pytest.mark.parametrize(
+    ("kind", "options", "problem"),
+    [
+        ("ext4", "huge=always", "it is on ext4"),
+        ("tmpfs", "size=1k", "it is on a tmpfs without huge=; as root: mount -t tmpfs"),
+        ("tmpfs", "huge=never", "it is on a tmpfs without huge="),
+    ],
+)
+def test_a_huge_mount_without_huge_pages_is_refused_whatever_pages_there_are_to_be(
+    pages: PageKind | None, kind: str, options: str, problem: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    mountinfo = mountinfo_of(folder, kind=kind, options=options)
+    with pytest.raises(InvalidArgumentError) as refused:
+        find_candidates(pages=pages, huge_mount=folder, must_be_sealed=False, mountinfo=mountinfo)
+    assert str(refused.value).startswith(f"memory.huge_mount is '{folder}'; allowed: a folder, ")
+    assert problem in str(refused.value)
+
+
+def test_a_huge_mount_that_is_absent_or_a_file_is_refused(huge: tuple[Path, Path]) -> None:
+    folder, mountinfo = huge
+    (folder / "file").touch()
+    for name, problem in (("absent", "No such file or directory"), ("file", "it is a file")):
+        with pytest.raises(InvalidArgumentError, match=problem):
+            find_candidates(pages=None, huge_mount=folder / name, must_be_sealed=False, mountinfo=mountinfo)
+
+
+def test_no_arena_is_made_on_a_file_system_that_is_no_tmpfs() -> None:
+    """Somebody can unmount the tmpfs while the daemon runs, and the folder below it is on a disk."""
+    with pytest.raises(OSError, match=r"there is no tmpfs any more|not supported"):
+        MemorySource(kind=PageKind.HUGE_TMPFS, mount=Path(__file__).parent).create(4096)
 
 
 def test_huge_mounts_are_found_by_their_options(tmp_path: Path) -> None:
@@ -87,9 +157,11 @@ def test_huge_mounts_are_found_by_their_options(tmp_path: Path) -> None:
 
 
 def test_forced_memory_that_is_not_there_is_refused_with_what_to_change(tmp_path: Path) -> None:
-    with pytest.raises(UnavailableError, match=r"no memory for .*hugetlb: .* are wanted and .*vm\.nr_hugepages"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"no memory for 1\.0PiB .*hugetlb: 1\.0PiB are wanted and .*vm\.nr_hugepages"
+    ):
         Arenas(sources=[MemorySource(kind=PageKind.HUGETLB)], arena_count=1, arena_bytes=1 << 50, slab_bytes=1 << 50)
-    with pytest.raises(UnavailableError, match=r"huge-tmpfs: .*memory\.pages"):
+    with pytest.raises(InvalidArgumentError, match=rf"huge-tmpfs on {tmp_path}/absent: No such .*memory\.pages"):
         Arenas(
             sources=[MemorySource(kind=PageKind.HUGE_TMPFS, mount=tmp_path / "absent")],
             arena_count=1,
@@ -101,7 +173,7 @@ def test_forced_memory_that_is_not_there_is_refused_with_what_to_change(tmp_path
 def test_a_slab_that_is_not_made_of_whole_huge_pages_is_named(source: MemorySource) -> None:
     if source.kind is not PageKind.HUGETLB:
         pytest.skip("other memory comes in pages of 4 KiB")
-    with pytest.raises(UnavailableError, match=r"12288 bytes are no multiple of 2 MiB; set memory\.slab_size"):
+    with pytest.raises(InvalidArgumentError, match=r"12288 bytes are no multiple of 2 MiB; set memory\.slab_size"):
         Arenas(sources=[source], arena_count=1, arena_bytes=12288, slab_bytes=12288)
 
 
@@ -109,6 +181,7 @@ def test_the_next_kind_is_taken_when_the_best_does_not_suffice() -> None:
     sources = [MemorySource(kind=PageKind.HUGETLB), MemorySource(kind=PageKind.PLAIN)]
     arenas = Arenas(sources=sources, arena_count=1, arena_bytes=3 * 4096, slab_bytes=4096)
     assert arenas.kind is PageKind.PLAIN
+    assert [reason.partition(":")[0] for reason in arenas.passed_over] == ["hugetlb"]
     arenas.close()
 
 
@@ -133,9 +206,9 @@ def test_memory_given_back_is_zero_for_whoever_still_maps_it(fd: int) -> None:
         assert mapping[:5] == bytes(5)
 
 
-def test_memory_that_has_run_out_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
+def test_memory_that_has_run_out_is_an_error_and_not_a_signal() -> None:
     """A tmpfs or a pool of huge pages that others have filled: touching it would end the daemon with SIGBUS."""
-    fd = MemorySource(kind=PageKind.HUGE_TMPFS, mount=tmp_path).create(8192)
+    fd = MemorySource(kind=PageKind.HUGE_TMPFS, mount=Path("/dev/shm")).create(8192)
     try:
         with mmap.mmap(fd, 8192) as mapping:
             os.ftruncate(fd, 4096)

@@ -338,13 +338,13 @@ async def test_all_that_a_session_held_is_free_when_it_ends(store: Mapped) -> No
             "lease_blocks",
             lease_request(1, path=TransferPath.BULK),
             ATTACHED,
-            "path is 'BULK'; allowed: no BULK here: this daemon has no data port",
+            "path is BULK, and this daemon has no data port: bulk.enabled is false",
         ),
         (
             "reserve_blocks",
             reserve_request(1, path=TransferPath.NIXL),
             ATTACHED,
-            "path is 'NIXL'; allowed: no NIXL here: nixl.enabled is false",
+            "path is NIXL, and this daemon has none: nixl.enabled is false",
         ),
         (
             "lease_blocks",

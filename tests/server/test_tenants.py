@@ -44,10 +44,12 @@ def test_an_id_that_would_spell_another_tenants_is_unknown() -> None:
             scoped(DEFAULT_TENANT, wrong)
 
 
-def test_without_rules_everybody_is_one_tenant() -> None:
+def test_without_rules_the_daemons_own_user_and_root_are_one_tenant_and_nobody_else_is() -> None:
+    """Whatever the mode of the socket, which an operator may have opened for other reasons."""
     one = Tenants([], own_uid=7)
     assert one.count == 1
-    assert one.find(7) == one.find(1234) == Membership(DEFAULT_TENANT, may_write=True)
+    assert one.find(7) == one.find(0) == Membership(DEFAULT_TENANT, may_write=True)
+    assert one.find(1234) is None
 
 
 def test_with_rules_who_is_in_none_is_nobody_but_for_the_daemons_own_user() -> None:

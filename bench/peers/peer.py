@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -38,7 +39,7 @@ class PeerSpec:
         return [sys.executable, str(Path(__file__).with_name("worker.py")), json.dumps(asdict(self))]
 
 
-class Peer:
+class Peer(ABC):
     """A `Subject`: `put` and `get` of batches, to and from a server that this process starts and ends."""
 
     def __init__(self, spec: PeerSpec) -> None:
@@ -60,21 +61,23 @@ class Peer:
             self.close()
             raise
 
+    @abstractmethod
     def start(self) -> None:
         """Starts the server and connects."""
-        raise NotImplementedError
 
+    @abstractmethod
     def put(self, batch: int) -> None:
-        raise NotImplementedError
+        """From `sources`, under `keys`."""
 
+    @abstractmethod
     def get(self, batch: int) -> None:
-        raise NotImplementedError
+        """Into `targets`."""
 
     def keys(self, batch: int) -> list[str]:
         return [f"bench:{batch}:{block}" for block in range(self.spec.block_count)]
 
     def prepare(self, action: str, batches: Sequence[int]) -> None:
-        pass
+        """What a put or get needs and is not measured."""
 
     def run(self, action: str, batch: int) -> None:
         self.put(batch) if action == "put" else self.get(batch)

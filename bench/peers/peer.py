@@ -76,7 +76,7 @@ class Peer(ABC):
     def keys(self, batch: int) -> list[str]:
         return [f"bench:{batch}:{block}" for block in range(self.spec.block_count)]
 
-    def prepare(self, action: str, batches: Sequence[int]) -> None:
+    def prepare(self, action: str, batches: Sequence[int]) -> None:  # noqa: B027  (most need nothing)
         """What a put or get needs and is not measured."""
 
     def run(self, action: str, batch: int) -> None:

@@ -49,13 +49,13 @@ class Ways:
         self._is_closed = False
         self.is_outdated = False
         """True when the daemon should be asked who it is, for it may have been started anew."""
-
-        # --- control
         mend_after_fork(self)
 
     def after_fork(self) -> None:
         """Another thread of the parent may have held the lock."""
         self._lock = threading.Lock()
+
+    # --- control
 
     def session_of(self, step: Call | Post) -> SlabSession | None:
         """The session that a call belongs to or may travel with."""

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 
-from peer import Peer, accepts, connect, free_port, receive, send
+from peer import PipelinedPeer, accepts, connect, free_port
 
 from kvstore.errors import UnavailableError
 
 # In use, twice over, and what memcached keeps for itself.
 _ROOM = 2.5
-_STORED = b"HD\r\n"
 
 
-class Memcached(Peer):
+class Memcached(PipelinedPeer):
     def start(self) -> None:
         program = shutil.which("memcached")
         if program is None:
@@ -33,35 +32,11 @@ class Memcached(Peer):
         command += ["-I", str(max(self.spec.block_bytes * 2, 1 << 20))]
         command += ["-u", "root"] if os.getuid() == 0 else []
         self.start_server(command, is_ready=(lambda: accepts(port)) if is_tcp else path.exists)
-        self.connection = self.parts.enter_context(connect(port if is_tcp else path))
         size = self.spec.block_bytes
-        self.set_heads = [
-            [b"ms %b %d\r\n" % (key.encode(), size) for key in self.keys(batch)]
-            for batch in range(self.spec.batch_count)
-        ]
-        self.get_commands = [
-            b"".join(b"mg %b v\r\n" % key.encode() for key in self.keys(batch))
-            for batch in range(self.spec.batch_count)
-        ]
-        self.get_head = b"VA %d\r\n" % size
-        self.answer = memoryview(bytearray(len(_STORED) * self.spec.block_count))
-        self.head = memoryview(bytearray(len(self.get_head)))
-        self.tail = memoryview(bytearray(2))
-
-    def put(self, batch: int) -> None:
-        parts: list[memoryview | bytes] = []
-        for head, block in zip(self.set_heads[batch], self.sources[batch], strict=True):
-            parts += [head, block, b"\r\n"]
-        send(self.connection, parts)
-        receive(self.connection, self.answer)
-        if self.answer != _STORED * self.spec.block_count:
-            raise UnavailableError(f"memcached answered {bytes(self.answer)!r}")
-
-    def get(self, batch: int) -> None:
-        self.connection.sendall(self.get_commands[batch])
-        for target in self.targets[batch]:
-            receive(self.connection, self.head)
-            if self.head != self.get_head:
-                raise UnavailableError(f"memcached answered {bytes(self.head)!r}")
-            receive(self.connection, target)
-            receive(self.connection, self.tail)
+        self.converse(
+            connect(port if is_tcp else path),
+            put_head=lambda key: b"ms %b %d\r\n" % (key, size),
+            get_command=lambda key: b"mg %b v\r\n" % key,
+            get_head=b"VA %d\r\n" % size,
+            stored=b"HD\r\n",
+        )

@@ -112,6 +112,49 @@ class Peer(ABC):
             time.sleep(0.02)
 
 
+class PipelinedPeer(Peer):
+    """A text protocol with a client written for it: whole batches pipelined, blocks sent from and received into their
+    place, no parsing of what is known before."""
+
+    def converse(
+        self,
+        connection: socket.socket,
+        *,
+        put_head: Callable[[bytes], bytes],
+        get_command: Callable[[bytes], bytes],
+        get_head: bytes,
+        stored: bytes,
+    ) -> None:
+        """What precedes a block on its way there, asks for it, precedes it on its way back, and says it is stored."""
+        batches = [[key.encode() for key in self.keys(batch)] for batch in range(self.spec.batch_count)]
+        self.connection = self.parts.enter_context(connection)
+        self.put_heads = [[put_head(key) for key in keys] for keys in batches]
+        self.get_commands = [b"".join(get_command(key) for key in keys) for keys in batches]
+        self.get_head = get_head
+        self.stored = stored * self.spec.block_count
+        self.answer = memoryview(bytearray(len(self.stored)))
+        self.head = memoryview(bytearray(len(get_head)))
+        self.tail = memoryview(bytearray(2))
+
+    def put(self, batch: int) -> None:
+        parts: list[memoryview | bytes] = []
+        for head, block in zip(self.put_heads[batch], self.sources[batch], strict=True):
+            parts += [head, block, b"\r\n"]
+        send(self.connection, parts)
+        receive(self.connection, self.answer)
+        if self.answer != self.stored:
+            raise UnavailableError(f"a put was answered with {bytes(self.answer)!r}")
+
+    def get(self, batch: int) -> None:
+        self.connection.sendall(self.get_commands[batch])
+        for target in self.targets[batch]:
+            receive(self.connection, self.head)
+            if self.head != self.get_head:
+                raise UnavailableError(f"a get was answered with {bytes(self.head)!r}")
+            receive(self.connection, target)
+            receive(self.connection, self.tail)
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])

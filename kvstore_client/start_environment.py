@@ -17,8 +17,8 @@ def start_environment(environ: Mapping[str, str] | None = None) -> dict[str, str
     """The environment for a child process that will load or store blocks over gRPC; what is in it already stays.
 
     It is this process's own unless `environ` is given. gRPC and the allocator read it when they start, so that a
-    process cannot do this to itself. Loads become 1.5 times as fast, stores 1.1 times (a daemon has it already); freed
-    memory of up to 64 MiB per heap stays with the process. The shared slab and the data port need none of it.
+    process cannot do this to itself. Loads gain most (docs/adr/0005-grpc-streams.md); freed memory of up to 64 MiB per
+    heap stays with the process. A daemon has it already; the shared slab and the data port need none of it.
     """
     return {
         "GRPC_EXPERIMENTS": GRPC_EXPERIMENTS,

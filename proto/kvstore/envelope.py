@@ -121,7 +121,7 @@ class Envelope:
 
 
 class EnvelopeTemplate:
-    """Encodes envelopes that differ in their block and its checksum only; ten times as fast as one by one."""
+    """Encodes envelopes that differ in their block and its checksum only, without packing the rest each time."""
 
     def __init__(self, envelope: Envelope) -> None:
         encoded = envelope.encode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
@@ -18,6 +19,7 @@ from kvstore_client.flows.steps import (
     Checksum,
     ChoosePath,
     Fetch,
+    Glance,
     Post,
     Read,
     Recall,
@@ -32,6 +34,7 @@ from kvstore_client.paths.slab import SlabSession
 from kvstore_client.paths.slab_calls import IDEMPOTENT, SessionLostError
 from kvstore_client.paths.slab_calls_aio import AsyncCalls
 from kvstore_client.paths.ways import Ways
+from kvstore_client.unseen import UnseenHits
 
 if TYPE_CHECKING:
     from kvstore_client.grpc_aio_transport import AsyncGrpcTransport
@@ -50,6 +53,7 @@ class AsyncCarrier:
         self._post_timeout_s = config.control_timeout_s
         self._guard = Guard(address=address, config=config)
         self._ways = Ways(address, config=config)
+        self._unseen = UnseenHits()
         self._calls = AsyncCalls()
         self._grpc: AsyncGrpcTransport | None = None
         self._is_closed = False
@@ -65,6 +69,8 @@ class AsyncCarrier:
                 return await self._choose(is_write=is_write)
             case Recall():
                 return self._ways.slab_mover.recall(step)
+            case Glance():
+                return self._glance(step)
             case Fetch() | Send():
                 return await self._move(step)
             case View():
@@ -87,6 +93,7 @@ class AsyncCarrier:
         return self._ways.transport()
 
     async def aclose(self) -> None:
+        self._tell_unseen()
         self._is_closed = True
         self._calls.close()
         self._ways.close()
@@ -144,6 +151,13 @@ class AsyncCarrier:
         with suppress(UnavailableError):  # the client is closed
             self._over_grpc().post(step, timeout_s=self._post_timeout_s)
 
+    def _glance(self, step: Glance) -> bool:
+        is_there = self._ways.glance(step)
+        report = self._unseen.add(len(step.hashes), step.namespace, now_s=time.monotonic()) if is_there else None
+        if report is not None:
+            self._post(report)
+        return is_there
+
     async def _choose(self, *, is_write: bool) -> Route:
         access = self._ways.needs_attaching(is_write=is_write)
         if access is not None:
@@ -182,6 +196,11 @@ class AsyncCarrier:
     def _is_quick(self, step: Fetch | Send | View) -> bool:
         size_bytes = len(step.hashes) * step.namespace.block_layout.payload_bytes
         return size_bytes <= _INLINE_BYTES_MAX and self._ways.slab_mover.is_mapped(step)
+
+    def _tell_unseen(self) -> None:
+        report = self._unseen.last()
+        if report is not None:
+            self._post(report)
 
     def _over_grpc(self) -> AsyncGrpcTransport:
         """Imported when it is needed: a client that is attached to the slab socket never loads gRPC."""

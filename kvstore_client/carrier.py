@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from kvstore_client.flows.steps import (
     Checksum,
     ChoosePath,
     Fetch,
+    Glance,
     Post,
     Read,
     Recall,
@@ -30,6 +32,7 @@ from kvstore_client.guard import Guard
 from kvstore_client.paths.slab import Arena, SlabSession
 from kvstore_client.paths.slab_calls import IDEMPOTENT, SessionLostError
 from kvstore_client.paths.ways import Ways
+from kvstore_client.unseen import UnseenHits
 
 if TYPE_CHECKING:
     from kvstore_client.grpc_transport import GrpcTransport
@@ -43,6 +46,7 @@ class Carrier:
         self._post_timeout_s = config.control_timeout_s
         self._guard = Guard(address=address, config=config)
         self._ways = Ways(address, config=config)
+        self._unseen = UnseenHits()
         self._lock = threading.Lock()
         self._grpc: GrpcTransport | None = None
         self._is_closed = False
@@ -63,6 +67,8 @@ class Carrier:
                 return self._choose(is_write=is_write)
             case Recall():
                 return self._ways.slab_mover.recall(step)
+            case Glance():
+                return self._glance(step)
             case Fetch() | Send():
                 return self._move(step)
             case View():
@@ -91,6 +97,7 @@ class Carrier:
         return self._ways.transport()
 
     def close(self) -> None:
+        self._tell_unseen()
         with self._lock:
             self._is_closed = True
             grpc = self._grpc
@@ -143,6 +150,13 @@ class Carrier:
         except UnavailableError:
             return  # the client is closed
 
+    def _glance(self, step: Glance) -> bool:
+        is_there = self._ways.glance(step)
+        report = self._unseen.add(len(step.hashes), step.namespace, now_s=time.monotonic()) if is_there else None
+        if report is not None:
+            self._post(report)
+        return is_there
+
     def _choose(self, *, is_write: bool) -> Route:
         access = self._ways.needs_attaching(is_write=is_write)
         if access is not None:
@@ -159,6 +173,11 @@ class Carrier:
             raise
         self._ways.note_moved(step.path, is_write=isinstance(step, Send))
         return outcome
+
+    def _tell_unseen(self) -> None:
+        report = self._unseen.last()
+        if report is not None:
+            self._post(report)
 
     def _over_grpc(self) -> GrpcTransport:
         """Imported when it is needed: a client that is attached to the slab socket never loads gRPC."""

@@ -14,7 +14,7 @@ from kvstore.namespace import Namespace
 from kvstore_client.flows.attach import Scope, attached, best_effort, chosen_route
 from kvstore_client.flows.batches import hash_batches
 from kvstore_client.flows.states import block_states, leading_hits
-from kvstore_client.flows.steps import Flow, call
+from kvstore_client.flows.steps import Flow, Glance, call
 from kvstore_client.results import LookupResult, count_leading_hits, lookup_result, padded
 
 
@@ -51,6 +51,9 @@ class HeldPrefix:
 
 
 def lookup(scope: Scope, *, namespace: Namespace, hashes: Sequence[BlockHash], wait_s: float) -> Flow[LookupResult]:
+    # Not before the daemon has introduced itself, or after it was lost: then it is to be asked.
+    if hashes and scope.attachment.epoch is not None and (yield Glance(namespace=namespace, hashes=hashes)):
+        return LookupResult(states=(BlockState.HIT,) * len(hashes), matched_count=len(hashes))
     states: tuple[BlockState, ...] = ()
     matched_count = 0
     try:

@@ -132,6 +132,18 @@ class Recall:
     owner_id: OwnerId
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glance:
+    """Whether the daemon has all of these blocks now, as far as can be seen without asking (SLAB). Never fails.
+
+    True only while the daemon is there and each block lies where this client has met it before. What is true is
+    counted as hits with the daemon, of many glances at a time.
+    """
+
+    namespace: Namespace
+    hashes: Sequence[BlockHash]
+
+
 class SeenBlock(NamedTuple):
     """A block in its slot, verified when it was first seen in this process."""
 
@@ -162,7 +174,7 @@ class View:
 
 
 RpcStep: TypeAlias = Call | Read | Write
-Step: TypeAlias = RpcStep | Post | ChoosePath | Recall | Fetch | Send | View | Checksum
+Step: TypeAlias = RpcStep | Post | ChoosePath | Recall | Glance | Fetch | Send | View | Checksum
 Flow: TypeAlias = Generator[Step, Any, _Result]
 
 

@@ -14,6 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.envelope import ENVELOPE_BYTES, checksum
 from kvstore.errors import CorruptBlockError, ProtocolError, UnavailableError
 from kvstore.exact import exact_envelopes
@@ -34,15 +37,17 @@ from kvstore.slab import (
     decode_slot_records,
     encode_arena_request,
     encode_slot_header,
-    encode_slot_records,
     slot_state,
 )
-from kvstore_client.flows.steps import Fetch, Recall, SeenBlock, Send, View
+from kvstore_client.flows.steps import Fetch, Glance, Recall, SeenBlock, Send, View
 from kvstore_client.forks import mend_after_fork
 from kvstore_client.ids import new_owner_id
+from kvstore_client.paths.idle import IdleCores
 from kvstore_client.paths.slab_calls import CallPool, SessionLostError, TimedSocket, too_late
 from kvstore_client.paths.slab_copy import Crew, load_slot, read_envelope, store_slot
-from kvstore_client.paths.slab_places import KnownPlaces
+from kvstore_client.paths.slab_places import KnownPlaces, PackedRecords, pack
+
+_ONE = np.uint64(1)  # numpy's types know no shift of unsigned numbers by plain ones
 
 IsStopped = Callable[[], bool]
 
@@ -54,7 +59,7 @@ def _never() -> bool:
 class Arena:
     """One arena, mapped. It stays mapped for as long as anything looks into it."""
 
-    __slots__ = ("incarnation", "is_read_only", "memory", "size_bytes", "words")
+    __slots__ = ("incarnation", "is_read_only", "memory", "sequences", "size_bytes", "words")
 
     def __init__(self, fd: int, reply: ArenaReply, *, access: Access) -> None:
         self.is_read_only = access is Access.READ
@@ -62,8 +67,14 @@ class Arena:
         self.memory = memoryview(mmap.mmap(fd, reply.size_bytes, flags=mmap.MAP_SHARED, prot=protection))
         self.words = self.memory.cast("Q")
         """The same 8 bytes at a time, each read whole."""
+        self.sequences = np.frombuffer(self.memory, np.uint64)
+        """The same, for many at once."""
         self.size_bytes = reply.size_bytes
         self.incarnation = reply.incarnation
+
+    def shows(self, starts: npt.NDArray[np.uint64], sequences: npt.NDArray[np.uint64]) -> bool:
+        """Whether the slots at these bytes have these sequences."""
+        return bool((self.sequences[(starts >> 3).astype(np.int64)] == sequences).all())
 
 
 class _Seen(NamedTuple):
@@ -87,7 +98,7 @@ class SlabSession:
         self._timeout_s = timeout_s
         hello = Hello(kind=ConnectionKind.SESSION, access=access, session_id=self.id)
         try:
-            self._socket = TimedSocket(path, hello, timeout_s=timeout_s)
+            self._socket = TimedSocket(path, hello, timeout_s=timeout_s, idle_cores=IdleCores())
         except (OSError, EOFError) as error:
             raise UnavailableError(f"{path}: {getattr(error, 'strerror', None) or 'closed'}") from error
         welcome = self._socket.welcome
@@ -160,12 +171,18 @@ class SlabSession:
         """Whether nothing has to be asked of the daemon to reach these slots."""
         return all(record.place // self._arena_bytes in self._arenas for record in records)
 
-    def is_readable(self, records: Sequence[SlotRecord]) -> bool:
+    def is_readable(self, records: PackedRecords) -> bool:
         """Whether each of these slots is mapped and readable as what it was when it was met."""
-        arenas, arena_bytes = self._arenas, self._arena_bytes
-        for place, generation, _ in records:
-            arena = arenas.get(place // arena_bytes)
-            if arena is None or arena.words[place % arena_bytes // 8] != generation << 1 | 1:
+        expected = records[:, 1] << _ONE | _ONE
+        if self._arena_count == 1:
+            arena = self._arenas.get(0)
+            return arena is not None and arena.shows(records[:, 0], expected)
+        indexes = records[:, 0] // self._arena_bytes
+        starts = records[:, 0] % self._arena_bytes
+        for index in np.unique(indexes).tolist():
+            arena = self._arenas.get(index)
+            is_inside = indexes == index
+            if arena is None or not arena.shows(starts[is_inside], expected[is_inside]):
                 return False
         return True
 
@@ -304,7 +321,14 @@ class SlabMover:
         records = self._places.find(step.namespace.id, step.hashes)
         if records is None or not session.is_readable(records):
             return b""
-        return encode_slot_records(records)
+        return records.astype("<u8", copy=False).tobytes()
+
+    def glance(self, step: Glance, sessions: Sequence[SlabSession]) -> bool:
+        """See `Glance`; any of the sessions may have mapped what is to be seen."""
+        for session in sessions:
+            self._meet(session)
+        records = self._places.find(step.namespace.id, step.hashes)
+        return records is not None and any(session.is_readable(records) for session in sessions)
 
     def fetch(self, step: Fetch, *, is_stopped: IsStopped = _never) -> list[BlockState]:
         """See `Mover`; blocks that are left when `is_stopped` are misses."""
@@ -325,9 +349,8 @@ class SlabMover:
 
         with session.used():
             self._crew.run(load, block_count=len(records), block_bytes=payload_bytes, is_stopped=is_stopped)
-        for record, block_hash, state in zip(records, step.hashes, states, strict=True):
-            if state is BlockState.HIT:
-                self._places.note(step.namespace.id, block_hash, record)
+        hits = [index for index, state in enumerate(states) if state is BlockState.HIT]
+        self._note(step, hits, records)
         return states
 
     def send(self, step: Send, *, is_stopped: IsStopped = _never) -> list[CommitState] | None:
@@ -346,8 +369,7 @@ class SlabMover:
 
         with session.used():
             self._crew.run(store, block_count=len(records), block_bytes=payload_bytes, is_stopped=is_stopped)
-        for record, block_hash in zip(records, step.hashes, strict=True):
-            self._places.note(step.namespace.id, block_hash, record)  # where it will be, if the daemon commits it
+        self._note(step, range(len(records)), records)  # where they will be, if the daemon commits them
         return None
 
     def view(self, step: View, *, is_stopped: IsStopped = _never) -> list[SeenBlock | BlockState]:
@@ -370,6 +392,13 @@ class SlabMover:
 
     def after_fork(self) -> None:
         self._crew.after_fork()
+
+    def _note(self, step: Fetch | Send, indexes: Sequence[int], records: Sequence[SlotRecord]) -> None:
+        self._places.note(
+            step.namespace.id,
+            [step.hashes[index] for index in indexes],
+            pack([records[index] for index in indexes]),
+        )
 
     def _session(self, step: Fetch | Send | View) -> SlabSession:
         session = self._find(step.owner_id)

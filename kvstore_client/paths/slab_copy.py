@@ -7,7 +7,6 @@ taken for the block that was asked for, however long the reader was stopped.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -20,6 +19,7 @@ from kvstore.keys import BlockHash
 from kvstore.messages import BlockState
 from kvstore.namespace import Namespace
 from kvstore.slab import PAYLOAD_OFFSET_BYTES, SLOT_HEADER_BYTES, Generation, SlotState, slot_state
+from kvstore_client.paths.idle import IdleCores
 
 _SHARED_BYTES_MIN = 2 << 20
 """Bytes of blocks below which a second thread is not worth waking: 2 MiB take about as long as five wake-ups."""
@@ -113,7 +113,7 @@ class Crew:
 
     def __init__(self, *, thread_count_max: int) -> None:
         self._helper_count_max = thread_count_max - 1
-        self._load = _Load()
+        self._idle_cores = IdleCores()
         self._helpers: ThreadPoolExecutor | None = None
 
     def run(
@@ -125,7 +125,7 @@ class Crew:
         """
         helper_count = 0
         if block_count > 1 and block_count * block_bytes >= _SHARED_BYTES_MIN and self._helper_count_max:
-            helper_count = min(self._helper_count_max, block_count - 1, self._load.idle_core_count())
+            helper_count = min(self._helper_count_max, block_count - 1, self._idle_cores.count())
         left = iter(range(block_count))  # taking the next one is atomic
 
         def share() -> None:
@@ -156,30 +156,6 @@ class Crew:
             # Two threads that find none make one each; the spare one is collected with its threads.
             self._helpers = ThreadPoolExecutor(self._helper_count_max, thread_name_prefix="kvstore-copy")
         return self._helpers
-
-
-class _Load:
-    """How many cores have nothing to do at present."""
-
-    def __init__(self) -> None:
-        self._core_count = os.cpu_count() or 1
-        self._own_count = len(os.sched_getaffinity(0))
-        try:
-            # Kept open: then a look costs 2 microseconds.
-            self._file = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            self._file = -1
-
-    def idle_core_count(self) -> int:
-        if self._file < 0 or self._own_count < 2:
-            return 0
-        # "0.61 0.38 1.02 1/234 5678": runnable threads of the whole machine, this one among them.
-        running_count = int(os.pread(self._file, 96, 0).split()[3].partition(b"/")[0])
-        return min(self._core_count - running_count, self._own_count - 1)
-
-    def __del__(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
 
 
 def _exhaust(left: Iterator[int]) -> None:

@@ -14,7 +14,7 @@ from kvstore.messages import GetStoreInfoRequest, OwnerId, StoreInfo, TransferPa
 from kvstore.slab import Access
 from kvstore_client.address import is_trusted_socket
 from kvstore_client.config import ClientConfig
-from kvstore_client.flows.steps import Call, Fetch, Post, Route, Send
+from kvstore_client.flows.steps import Call, Fetch, Glance, Post, Route, Send
 from kvstore_client.forks import mend_after_fork
 from kvstore_client.ids import new_owner_id
 from kvstore_client.paths.choose import PATH_NAMES, Choice, transport_in_force
@@ -62,6 +62,11 @@ class Ways:
         owner_id = getattr(step.request, "owner_id", None)
         link = self._link
         return (owner_id and link.find(owner_id)) or link.session(Access.READ) or link.session(Access.WRITE)
+
+    def glance(self, step: Glance) -> bool:
+        """See `Glance`."""
+        living = [session for session in map(self._link.living, Access) if session is not None]
+        return bool(living) and self.slab_mover.glance(step, living)
 
     def session(self, owner_id: OwnerId) -> SlabSession | None:
         """The session of this id, while it lives."""

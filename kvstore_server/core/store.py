@@ -310,9 +310,10 @@ class StoreCore:
         self.counters.sent_count += len(blocks)
         self.counters.read_bytes += sum(block.size_bytes for block in blocks)
 
-    def count_unseen_reads(self, namespace_id: ScopedId, hashes: Sequence[BlockHash]) -> None:
-        """A client has read these blocks, given head first, without having asked for them."""
+    def count_unseen_reads(self, namespace_id: ScopedId, hashes: Sequence[BlockHash], *, hit_count: int) -> None:
+        """A client has read these blocks, given head first, and found so many, without having asked for them."""
         self.count_read(list(filter(None, map(self._entry(namespace_id).stored.get, hashes))))
+        self.counters.hit_count += hit_count
         self._touch(namespace_id, hashes)
 
     def touch(self, namespace_id: ScopedId, hashes: Sequence[BlockHash]) -> None:

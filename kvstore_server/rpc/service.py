@@ -264,7 +264,9 @@ class StoreService:
         return len(request.block_hashes) // HASH_BYTES * block_bytes
 
     async def count_reads(self, request: m.CountReadsRequest, caller: Caller) -> m.CountReadsResponse:
-        self._core.count_unseen_reads(scoped(caller.tenant, request.namespace_id), _hashes(request.block_hashes))
+        _count("hit_count", request.hit_count, count_max=m.HIT_COUNT_MAX)
+        namespace_id = scoped(caller.tenant, request.namespace_id)
+        self._core.count_unseen_reads(namespace_id, _hashes(request.block_hashes), hit_count=request.hit_count)
         return m.CountReadsResponse()
 
     async def verify_blocks(self, request: m.VerifyBlocksRequest, caller: Caller) -> m.VerifyBlocksResponse:

@@ -30,6 +30,8 @@ TICKET_BYTES = 16
 BATCH_COUNT_MAX = 65_536
 """Block hashes in one request: a million tokens at 16 tokens per block."""
 LEASE_IDS_MAX = 4_096
+HIT_COUNT_MAX = 1 << 32
+"""Hits in one report: more than any client finds between two."""
 WAIT_S_MAX = 60.0
 LEASE_S_MAX = 600.0
 RESERVATION_S_MAX = 300.0
@@ -278,6 +280,7 @@ class AbortReservationsResponse:
 class CountReadsRequest:
     namespace_id: NamespaceId
     block_hashes: bytes
+    hit_count: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -419,14 +419,16 @@ READ_BLOCKS: Method[m.ReadBlocksRequest, frames.ReadFrame] = Method(
 
 def _decode_count_reads(data: bytes) -> m.CountReadsRequest:
     pb = _parse(store_pb2.CountReadsRequest, data)
-    return m.CountReadsRequest(namespace_id=NamespaceId(pb.namespace_id), block_hashes=pb.block_hashes)
+    return m.CountReadsRequest(
+        namespace_id=NamespaceId(pb.namespace_id), block_hashes=pb.block_hashes, hit_count=pb.hit_count
+    )
 
 
 COUNT_READS: Method[m.CountReadsRequest, m.CountReadsResponse] = Method(
     service=STORE_SERVICE,
     name="CountReads",
     encode_request=lambda value: store_pb2.CountReadsRequest(
-        namespace_id=value.namespace_id, block_hashes=value.block_hashes
+        namespace_id=value.namespace_id, block_hashes=value.block_hashes, hit_count=value.hit_count
     ).SerializeToString(),
     decode_request=_decode_count_reads,
     encode_response=lambda _: b"",

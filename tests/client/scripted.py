@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 from kvstore.envelope import checksum
 from kvstore.errors import KvstoreError
 from kvstore.messages import TransferPath
-from kvstore_client.flows.steps import Checksum, ChoosePath, Flow, Recall, Route
+from kvstore_client.flows.steps import Checksum, ChoosePath, Flow, Glance, Recall, Route
 
 _Result = TypeVar("_Result")
 
@@ -20,11 +20,12 @@ STREAM = Route(path=TransferPath.STREAM)
 
 
 def run(
-    flow: Flow[_Result], *outcomes: Outcome, route: Route = STREAM, known: bytes = b""
+    flow: Flow[_Result], *outcomes: Outcome, route: Route = STREAM, known: bytes = b"", is_there: bool = False
 ) -> tuple[_Result, list[Any]]:
     """The flow's result and the steps it took; every outcome must be used, and no more be asked for.
 
-    Choosing a path always gives `route`, and recalling places `known`; they are no steps here, nor are checksums.
+    Choosing a path always gives `route`, recalling places `known`, and a glance `is_there`; they are no steps here, nor
+    are checksums.
     """
     steps: list[Any] = []
     left = list(outcomes)
@@ -36,6 +37,9 @@ def run(
                 continue
             if isinstance(step, Recall):
                 step = flow.send(known)
+                continue
+            if isinstance(step, Glance):
+                step = flow.send(is_there)
                 continue
             if isinstance(step, Checksum):
                 step = flow.send([checksum(block) for block in step.blocks])

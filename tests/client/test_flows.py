@@ -145,6 +145,17 @@ def test_the_first_call_introduces_the_client() -> None:
     assert (result.matched_count, shared.attachment.epoch) == (1, EPOCH)
 
 
+def test_a_prompt_that_is_seen_to_be_there_is_not_asked_for() -> None:
+    result, steps = run(lookup_flow(scope(), 3), is_there=True)
+    assert steps == []
+    assert (result.states, result.matched_count, result.error) == ((HIT,) * 3, 3, None)
+
+
+def test_nothing_is_believed_to_be_there_before_the_daemon_has_introduced_itself() -> None:
+    _, steps = run(lookup_flow(scope(epoch=None)), info(), looked_up(MISS, MISS), is_there=True)
+    assert names(steps) == ["GetStoreInfo", "LookupBlocks"]
+
+
 def test_a_daemon_of_another_protocol_is_refused_with_what_to_do() -> None:
     shared = scope(epoch=None)
     result, steps = run(lookup_flow(shared), info(protocol_version=PROTOCOL_VERSION + 1))

@@ -338,10 +338,11 @@ def test_a_forked_child_does_not_keep_its_parents_session_alive(slab: FakeSlabDa
 
 def test_an_error_keeps_its_kind_and_message(stored: Stored, slab: FakeSlabDaemon) -> None:
     slab.fail(wire.LOOKUP_BLOCKS, InternalError("boom"))
-    error = stored.client.lookup(stored.space, stored.hashes).error
+    unknown = chain(2, seed=77)
+    error = stored.client.lookup(stored.space, unknown).error
     assert isinstance(error, InternalError)
     assert str(error) == "boom"
-    assert stored.client.lookup(stored.space, stored.hashes).error is None
+    assert stored.client.lookup(stored.space, unknown).error is None
 
 
 def test_a_call_that_hangs_ends_by_its_deadline_and_the_next_has_another_connection(

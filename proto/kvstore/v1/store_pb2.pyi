@@ -404,12 +404,14 @@ class AbortReservationsResponse(_message.Message):
     def __init__(self, aborted_count: _Optional[int] = ...) -> None: ...
 
 class CountReadsRequest(_message.Message):
-    __slots__ = ("namespace_id", "block_hashes")
+    __slots__ = ("namespace_id", "block_hashes", "hit_count")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    HIT_COUNT_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     block_hashes: bytes
-    def __init__(self, namespace_id: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ...) -> None: ...
+    hit_count: int
+    def __init__(self, namespace_id: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., hit_count: _Optional[int] = ...) -> None: ...
 
 class CountReadsResponse(_message.Message):
     __slots__ = ()

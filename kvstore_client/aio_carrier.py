@@ -20,6 +20,7 @@ from kvstore_client.flows.steps import (
     ChoosePath,
     Fetch,
     Glance,
+    HashAhead,
     Post,
     Read,
     Recall,
@@ -83,6 +84,8 @@ class AsyncCarrier:
                     outcome = await self._over_grpc().carry_out(step)
                 self._ways.note_moved(TransferPath.STREAM, is_write=isinstance(step, Write))
                 return outcome
+            case HashAhead(blocks=blocks):
+                return self._ways.hash_threads.begin(blocks)
             case Checksum(blocks=blocks):
                 if sum(map(len, blocks)) > _INLINE_BYTES_MAX:
                     return await asyncio.to_thread(_checksums, blocks)

@@ -18,6 +18,7 @@ from kvstore_client.flows.steps import (
     ChoosePath,
     Fetch,
     Glance,
+    HashAhead,
     Post,
     Read,
     Recall,
@@ -81,6 +82,8 @@ class Carrier:
                     outcome = self._over_grpc().carry_out(step)
                 self._ways.note_moved(TransferPath.STREAM, is_write=isinstance(step, Write))
                 return outcome
+            case HashAhead(blocks=blocks):
+                return self._ways.hash_threads.begin(blocks)
             case Checksum(blocks=blocks):
                 return [checksum(block) for block in blocks]
 

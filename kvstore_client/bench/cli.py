@@ -147,7 +147,9 @@ def lookup_command(*, is_json: bool, **options: Any) -> None:
     forms: one made for keys and values of this length, and redis-py's mget.
     And a ping: as many bytes to and fro, with nothing done at either end.
       lookup_8192_p50_ms, lookup_8192_p99_ms, lookup_256_p50_ms, lookup_256_p99_ms
-          milliseconds for a lookup of so many hashes, all of them hits
+          milliseconds for a lookup of so many hashes, all of them hits that
+          this client has put; lookup_256_first_p50_ms and so on are of a
+          client that has to ask the daemon
       lookup_256_vs_ping, lookup_8192_vs_ping
           how many times as long as the ping
       lookups_per_s, lookup_hashes_per_s
@@ -172,6 +174,7 @@ def lookup_command(*, is_json: bool, **options: Any) -> None:
             (f"{count} hashes, p50", f"{name}_p50_ms", "Redis MGET", f"redis_{count}_p50_ms", f"{name}_vs_redis")
         )
     lines = [(f"{count} hashes, p99 ms", f"lookup_{count}_p99_ms") for count in lookup.PROMPT_COUNTS]
+    lines += [(f"{count} hashes, first, ms", f"lookup_{count}_first_p50_ms") for count in lookup.PROMPT_COUNTS]
     lines += [(f"{count} hashes, of a ping", f"lookup_{count}_vs_ping") for count in lookup.PROMPT_COUNTS]
     lines += [("lookups of 256 per s", "lookups_per_s"), ("hashes per s", "lookup_hashes_per_s")]
     _show(figures, is_json=is_json, unit="ms", rows=rows, lines=lines)

@@ -24,6 +24,7 @@ BLOCK_BYTES = 512
 # Short ones repeat, or waking up would be most of what is measured.
 _REPEATS = {256: 10, 8192: 2}
 _PUT_COUNT = 1024
+ACTIONS = ("lookup", "lookup_first")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +37,17 @@ class LookupSpec:
 
 
 class LookupSubject:
-    """`lookup` of so many hashes, all of them hits, from a list of hashes to a result with every state."""
+    """`lookup` of so many hashes, all of them hits, from a list of hashes to a result with every state.
+
+    Action `lookup` is by the client that has put the blocks, `lookup_first` by one that has met none of them.
+    """
 
     def __init__(self, spec: LookupSpec) -> None:
         self._namespace = blocks.namespace(BLOCK_BYTES, revision=blocks.new_revision())
         self._hashes = blocks.new_hashes(max(PROMPT_COUNTS))
-        self._client = Client(spec.address, config=ClientConfig(transport=spec.transport))
+        self._client, self._stranger = (
+            Client(spec.address, config=ClientConfig(transport=spec.transport)) for _ in range(2)
+        )
         source = bytes(_PUT_COUNT * BLOCK_BYTES)
         for start in range(0, len(self._hashes), _PUT_COUNT):
             parent_hash = self._hashes[start - 1] if start else None
@@ -55,20 +61,23 @@ class LookupSubject:
         self._prompts = {count: self._hashes[:count] for count in batches}
 
     def run(self, action: str, batch: int) -> None:
-        result = self._client.lookup(self._namespace, self._prompts[batch])
+        client = self._client if action == "lookup" else self._stranger
+        result = client.lookup(self._namespace, self._prompts[batch])
         if result.matched_count != batch:
             raise UnavailableError(f"{result.matched_count} of {batch} blocks found: {result.error}")
 
     def check(self) -> None:
-        self.prepare("lookup", PROMPT_COUNTS)
+        self.prepare("", PROMPT_COUNTS)
         for count in PROMPT_COUNTS:
-            self.run("lookup", count)
+            for action in ACTIONS:
+                self.run(action, count)
 
     def facts(self) -> dict[str, object]:
         return {}
 
     def close(self) -> None:
         self._client.close()
+        self._stranger.close()
 
 
 def measure(plan: Plan, *, progress: Progress) -> dict[str, object]:
@@ -81,8 +90,9 @@ def measure(plan: Plan, *, progress: Progress) -> dict[str, object]:
             )
             address = stack.enter_context(daemon).unix
         ours = LookupSpec(address=address, transport=plan.transport)
-        workers = {"lookup": stack.enter_context(Worker(ours.command(), name="lookup"))}
-        workers["lookup"].wait_ready()
+        lookup = stack.enter_context(Worker(ours.command(), name="lookup"))
+        lookup.wait_ready()
+        workers = dict.fromkeys(ACTIONS, lookup)
         workers["ping"] = stack.enter_context(Worker(ping.command(), name="ping"))
         workers["ping"].wait_ready()
         redis_reason = ""
@@ -109,25 +119,29 @@ def measure(plan: Plan, *, progress: Progress) -> dict[str, object]:
 
 def _figures(times_s: Mapping[tuple[str, int], Sequence[float]], *, redis_reason: str) -> dict[str, object]:
     found: dict[str, float | None] = {}
-    ratios: dict[int, float | None] = dict.fromkeys(PROMPT_COUNTS)
     for count in PROMPT_COUNTS:
-        samples_s = times_s["lookup", count]
-        found[f"lookup_{count}_p50_ms"] = median(samples_s) * 1e3
-        found[f"lookup_{count}_p99_ms"] = percentile(samples_s, 99) * 1e3
+        for action in ACTIONS:
+            name = action.replace("lookup", f"lookup_{count}")
+            found[f"{name}_p50_ms"] = median(times_s[action, count]) * 1e3
+            found[f"{name}_p99_ms"] = percentile(times_s[action, count], 99) * 1e3
+            found[f"{name}_vs_ping"] = median(times_s[action, count]) / median(times_s["ping", count])
+            found[f"{name}_vs_redis"] = None
         found[f"ping_{count}_p50_ms"] = median(times_s["ping", count]) * 1e3
-        found[f"lookup_{count}_vs_ping"] = median(samples_s) / median(times_s["ping", count])
         forms = {
-            form: median(times_s[form, key]) for form, key in times_s if form not in ("lookup", "ping") and key == count
+            form: median(times_s[form, key]) for form, key in times_s if form not in (*ACTIONS, "ping") and key == count
         }
         found |= {f"{form}_{count}_p50_ms": time_s * 1e3 for form, time_s in forms.items()}
         if forms:
             fastest_s = min(forms.values())
             found[f"redis_{count}_p50_ms"] = fastest_s * 1e3
-            ratios[count] = fastest_s / median(samples_s)
+            for action in ACTIONS:
+                ratio = fastest_s / median(times_s[action, count])
+                found[action.replace("lookup", f"lookup_{count}") + "_vs_redis"] = ratio
     found["lookups_per_s"] = 1 / median(times_s["lookup", min(PROMPT_COUNTS)])
     found["lookup_hashes_per_s"] = max(PROMPT_COUNTS) / median(times_s["lookup", max(PROMPT_COUNTS)])
-    found |= {f"lookup_{count}_vs_redis": ratio for count, ratio in ratios.items()}
-    found["lookup_vs_redis"] = ratios[max(PROMPT_COUNTS)]
+    for action in ACTIONS:
+        whole = found[action.replace("lookup", f"lookup_{max(PROMPT_COUNTS)}") + "_vs_redis"]
+        found[f"{action}_vs_redis"] = whole
     figures: dict[str, object] = {name: None if value is None else rounded(value) for name, value in found.items()}
     return figures | ({"redis_reason": redis_reason} if redis_reason else {})
 

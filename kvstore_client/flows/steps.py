@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from kvstore.frames import ReadFrame, WriteFrame
 from kvstore.keys import BlockHash
@@ -80,6 +80,23 @@ class Checksum:
     blocks: Sequence[memoryview]
 
 
+class Hashing(Protocol):
+    """Checksums that are being taken."""
+
+    def take(self, index: int) -> int:
+        """That of one block; waits for it."""
+
+    def close(self) -> None:
+        """Owed once: until it returns, other threads look at the blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HashAhead:
+    """Begins to take the checksums of blocks, in order; the outcome is a `Hashing`. Never fails."""
+
+    blocks: Sequence[memoryview]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetch:
     """Brings blocks that `LeaseBlocks` has leased into `targets`, over any path but STREAM.
@@ -117,6 +134,8 @@ class Send:
     ticket: bytes
     timeout_s: float
     owner_id: OwnerId | None = None
+    checksum_of: Callable[[int], int] | None = None
+    """BULK, NIXL: gives the checksum of the block at a position, and may wait for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +193,7 @@ class View:
 
 
 RpcStep: TypeAlias = Call | Read | Write
-Step: TypeAlias = RpcStep | Post | ChoosePath | Recall | Glance | Fetch | Send | View | Checksum
+Step: TypeAlias = RpcStep | Post | ChoosePath | Recall | Glance | Fetch | Send | View | Checksum | HashAhead
 Flow: TypeAlias = Generator[Step, Any, _Result]
 
 

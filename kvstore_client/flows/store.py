@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvstore import messages as m
 from kvstore.envelope import ENVELOPE_BYTES
@@ -15,7 +15,7 @@ from kvstore.namespace import Namespace
 from kvstore_client.flows.attach import Scope, chosen_route
 from kvstore_client.flows.batches import data_batches
 from kvstore_client.flows.reservations import Reservations, abort, commit, reserve
-from kvstore_client.flows.steps import Checksum, Flow, Send, write
+from kvstore_client.flows.steps import Checksum, Flow, HashAhead, Hashing, Send, write
 from kvstore_client.results import PutResult, PutState, put_result
 
 
@@ -82,27 +82,36 @@ class _Transfer(Reservations):
         owner_id: OwnerId,
     ) -> None:
         super().__init__(namespace=namespace, hashes=hashes, owner_id=owner_id)
-        self._blocks = blocks
+        self.blocks = blocks
 
-    def send(self, response: m.ReserveBlocksResponse, *, path: TransferPath, timeout_s: float) -> Send:
+    def send(
+        self,
+        response: m.ReserveBlocksResponse,
+        *,
+        path: TransferPath,
+        checksum_of: Callable[[int], int] | None,
+        timeout_s: float,
+    ) -> Send:
         """The step that moves the reserved blocks."""
+        reserved = self.reserved
         return Send(
             path=path,
             namespace=self.namespace,
-            hashes=[self.hashes[index] for index in self.reserved],
-            blocks=[self._blocks[index] for index in self.reserved],
+            hashes=[self.hashes[index] for index in reserved],
+            blocks=[self.blocks[index] for index in reserved],
             slots=response.slots,
             ticket=response.ticket,
             timeout_s=timeout_s,
             owner_id=self.owner_id,
+            checksum_of=None if checksum_of is None else lambda position: checksum_of(reserved[position]),
         )
 
-    def frames(self, checksums: Sequence[int]) -> Iterator[WriteFrame]:
+    def frames(self, checksum_of: Callable[[int], int]) -> Iterator[WriteFrame]:
         owner_id: OwnerId | None = self.owner_id
         block_bytes = ENVELOPE_BYTES + self.namespace.block_layout.payload_bytes
         for index, reservation_id in zip(self.reserved, self.ids, strict=True):
-            block = self._blocks[index]
-            envelope = exact_envelope(self.namespace, self.hashes[index], payload_checksum=checksums[index])
+            block = self.blocks[index]
+            envelope = exact_envelope(self.namespace, self.hashes[index], payload_checksum=checksum_of(index))
             for offset, length in cut(block_bytes):
                 start = max(0, offset - ENVELOPE_BYTES)
                 yield WriteFrame(
@@ -118,13 +127,38 @@ class _Transfer(Reservations):
 def _put_batch(
     scope: Scope, transfer: _Transfer, *, parent_hash: BlockHash | None, checksums: _Checksums, batch: slice
 ) -> Flow[None]:
-    config, namespace = scope.config, transfer.namespace
     route = yield from chosen_route(scope, is_write=True)
-    is_stream = route.path is TransferPath.STREAM
-    # Before anything is reserved: what would not be written after all must not be held meanwhile.
-    known = (yield from checksums.of(batch)) if is_stream else ()
     transfer.owner_id = route.owner_id or transfer.owner_id
-    response = yield from reserve(scope, transfer, parent_hash=parent_hash, path=route.path)
+    match route.path:
+        case TransferPath.STREAM:
+            # Before anything is reserved: what would not be written after all must not be held meanwhile.
+            known = yield from checksums.of(batch)
+            yield from _move_batch(
+                scope, transfer, parent_hash=parent_hash, path=route.path, checksum_of=known.__getitem__
+            )
+        case TransferPath.SLAB:
+            yield from _move_batch(scope, transfer, parent_hash=parent_hash, path=route.path, checksum_of=None)
+        case TransferPath.BULK | TransferPath.NIXL:
+            hashing: Hashing = yield HashAhead(blocks=transfer.blocks)
+            try:
+                yield from _move_batch(
+                    scope, transfer, parent_hash=parent_hash, path=route.path, checksum_of=hashing.take
+                )
+            finally:
+                hashing.close()
+
+
+def _move_batch(
+    scope: Scope,
+    transfer: _Transfer,
+    *,
+    parent_hash: BlockHash | None,
+    path: TransferPath,
+    checksum_of: Callable[[int], int] | None,
+) -> Flow[None]:
+    """`checksum_of` a block of the batch; None where whoever copies the block takes it."""
+    config, namespace = scope.config, transfer.namespace
+    response = yield from reserve(scope, transfer, parent_hash=parent_hash, path=path)
     try:
         transfer.note_reserved(response)
         if not transfer.reserved:
@@ -132,12 +166,14 @@ def _put_batch(
         # The daemon verifies every byte of a stream before it answers, so a commit, too, takes time by the byte.
         timeout_s = config.data_timeout_s(len(transfer.reserved) * namespace.block_layout.payload_bytes)
         commit_states: Sequence[int] | None = None
-        if is_stream:
-            yield from write(transfer.frames(known), timeout_s=timeout_s)
+        if path is TransferPath.STREAM:
+            assert checksum_of is not None, "the envelopes of a stream are written here"
+            yield from write(transfer.frames(checksum_of), timeout_s=timeout_s)
         else:
-            commit_states = yield transfer.send(response, path=route.path, timeout_s=timeout_s)
+            commit_states = yield transfer.send(response, path=path, checksum_of=checksum_of, timeout_s=timeout_s)
         if commit_states is None:
-            commit_states = yield from commit(scope, transfer, timeout_s=timeout_s, in_slots=not is_stream)
+            in_slots = path is not TransferPath.STREAM
+            commit_states = yield from commit(scope, transfer, timeout_s=timeout_s, in_slots=in_slots)
         transfer.note_committed(commit_states)
     except KvstoreError as error:
         scope.attachment.doubt(error)

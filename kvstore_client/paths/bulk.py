@@ -8,8 +8,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Iterator
 
 from kvstore.bulk import (
     BLOCK_HEADER_BYTES,
@@ -33,10 +32,6 @@ _IDLE_COUNT_MAX = 8
 """Connections that are kept for later; more threads than that connect anew each time."""
 _SEND_BYTES = 1 << 20
 """Smaller blocks are sent together, up to about this."""
-_AHEAD_BYTES_MIN = 512 << 10
-"""Larger blocks are hashed by another thread: 50 us, several times what it takes to hand them over."""
-_HASH_THREADS = 2
-"""Each hashes about 10 GB/s."""
 _REFUSAL_BYTES_MAX = 4096
 _REFUSAL_WAIT_S = 0.5
 """How long to look for the reason when the daemon has ended a transfer: it was sent before the end."""
@@ -58,7 +53,6 @@ class BulkMover:
         self._busy: set[Link] = set()
         self._is_closed = False
         self._pid = os.getpid()
-        self._hashing = _new_executor()  # its threads end with this object, for others may be sending when it is closed
 
     def fetch(self, step: Fetch) -> list[BlockState]:
         with self._transfer(step.timeout_s) as link:
@@ -72,7 +66,7 @@ class BulkMover:
     def send(self, step: Send) -> list[CommitState]:
         with self._transfer(step.timeout_s) as link:
             try:
-                _send_blocks(link, step, self._hashing)
+                _send_blocks(link, step)
             except TimeoutError:
                 raise
             except OSError:
@@ -120,9 +114,7 @@ class BulkMover:
             self._refuse_when_closed()
             if self._pid != os.getpid():
                 # The parent's connections, of which this process has copies; closing these does not end those.
-                # Its threads do not exist here.
                 self._idle, self._busy, self._pid = [], set(), os.getpid()
-                self._hashing = _new_executor()
             while self._idle:
                 link = self._idle.pop()
                 if link.is_quiet():
@@ -172,10 +164,6 @@ class BulkMover:
         with self._lock:
             self._busy.discard(link)
         link.close()
-
-
-def _new_executor() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="kvstore-bulk-hash")
 
 
 def _check_reply(link: Link, *, block_count: int) -> int:
@@ -229,8 +217,8 @@ def _receive_blocks(link: Link, step: Fetch, *, following_bytes: int) -> list[Bl
     return states
 
 
-def _send_blocks(link: Link, step: Send, hashing: Executor) -> None:
-    """Large blocks are hashed while the one before is sent; the daemon receives and hashes earlier ones meanwhile."""
+def _send_blocks(link: Link, step: Send) -> None:
+    """Each block leaves as soon as its checksum is known; the daemon receives and hashes earlier ones meanwhile."""
     request = TransferRequest(
         direction=Direction.WRITE,
         ticket=Ticket(step.ticket),
@@ -241,31 +229,11 @@ def _send_blocks(link: Link, step: Send, hashing: Executor) -> None:
     parts: list[Buffer] = []
     gathered_bytes = 0
     last = len(step.hashes) - 1
-    checksums = _checksums(step.blocks, hashing)
-    try:
-        for position, (block_hash, block, payload_checksum) in enumerate(
-            zip(step.hashes, step.blocks, checksums, strict=True)
-        ):
-            envelope = exact_envelope(step.namespace, block_hash, payload_checksum=payload_checksum)
-            parts += [BlockHeader(position, ENVELOPE_BYTES + len(block)).encode(), envelope, block]
-            gathered_bytes += len(block)
-            if gathered_bytes >= _SEND_BYTES or position == last:
-                link.send(parts)
-                parts, gathered_bytes = [], 0
-    finally:
-        checksums.close()
-
-
-def _checksums(blocks: Sequence[memoryview], hashing: Executor) -> Generator[int, None, None]:
-    """One after the other; what is taken ahead has ended when this ends, for the memory is the caller's."""
-    ahead: Future[int] | None = None
-    try:
-        for block, following in zip(blocks, (*blocks[1:], None), strict=True):
-            known = checksum(block) if ahead is None else ahead.result()
-            ahead = None
-            if following is not None and len(following) >= _AHEAD_BYTES_MIN:
-                ahead = hashing.submit(checksum, following)
-            yield known
-    finally:
-        if ahead is not None and not ahead.cancel():
-            ahead.result()
+    for position, (block_hash, block) in enumerate(zip(step.hashes, step.blocks, strict=True)):
+        payload_checksum = checksum(block) if step.checksum_of is None else step.checksum_of(position)
+        envelope = exact_envelope(step.namespace, block_hash, payload_checksum=payload_checksum)
+        parts += [BlockHeader(position, ENVELOPE_BYTES + len(block)).encode(), envelope, block]
+        gathered_bytes += len(block)
+        if gathered_bytes >= _SEND_BYTES or position == last:
+            link.send(parts)
+            parts, gathered_bytes = [], 0

@@ -210,20 +210,23 @@ class NixlMover:
         if not slots:
             return
         envelopes = _Rows(len(slots), row_bytes=ENVELOPE_BYTES)
+        checksum_of = step.checksum_of
         with self._transfers(step.timeout_s, [*step.blocks, envelopes.view]) as transfers:
             groups = _groups(step.blocks)
             for group in groups:
                 transfers.write([_payload_piece(slots[index], step.blocks[index]) for index in group])
-            checksums = [checksum(block) for block in step.blocks]  # while they are on their way
-            for index, payload_checksum in enumerate(checksums):
-                envelopes[index][:] = exact_envelope(
-                    step.namespace, step.hashes[index], payload_checksum=payload_checksum
-                )
+            for group in groups:
+                # Those that nobody has taken ahead are taken here, while the blocks are on their way.
+                for index in group:
+                    payload_checksum = checksum(step.blocks[index]) if checksum_of is None else checksum_of(index)
+                    envelopes[index][:] = exact_envelope(
+                        step.namespace, step.hashes[index], payload_checksum=payload_checksum
+                    )
+                transfers.wait_next()
             transfers.write(
                 [_Piece(envelopes[index], address + SLOT_HEADER_BYTES) for index, (address, _) in enumerate(slots)]
             )
-            for _ in range(len(groups) + 1):
-                transfers.wait_next()
+            transfers.wait_next()
 
     def close(self) -> None:
         with self._lock:

@@ -18,6 +18,7 @@ from kvstore_client.flows.steps import Call, Fetch, Glance, Post, Route, Send
 from kvstore_client.forks import mend_after_fork
 from kvstore_client.ids import new_owner_id
 from kvstore_client.paths.choose import PATH_NAMES, Choice, transport_in_force
+from kvstore_client.paths.hashing import HashThreads
 from kvstore_client.paths.mover import Mover, TransferRefusedError
 from kvstore_client.paths.slab import Arena, OtherEpochError, SlabLink, SlabMover, SlabSession
 from kvstore_client.paths.slab_calls import AttachRefusedError
@@ -37,6 +38,7 @@ class Ways:
         )
         self._link = SlabLink()
         self.slab_mover = SlabMover(self._link.find, copy_thread_count_max=config.copy_thread_count_max)
+        self.hash_threads = HashThreads()
         self._lock = threading.Lock()
         # With an id each, under which NIXL's holds go: slots that one serving process named to us may be another's by
         # the time that the next one serves, and must not be written by way of that.

@@ -183,7 +183,9 @@ class Transfers:
         for reservation, landing in zip(write.reservations, landings, strict=True):
             reservation.landed_bytes = landing.size_bytes
             self._core.counters.written_bytes += landing.size_bytes
-            self._core.end_commits([(reservation, landing.verdict)])
+        self._core.end_commits(
+            [(reservation, landing.verdict) for reservation, landing in zip(write.reservations, landings, strict=True)]
+        )
         self._turns.end_store(write.client_id, write.size_bytes)
         self._on_settled()
         return bytes([landing.verdict for landing in landings])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from kvstore.envelope import checksum
 from kvstore.errors import KvstoreError
 from kvstore.messages import TransferPath
-from kvstore_client.flows.steps import Checksum, ChoosePath, Flow, Glance, Recall, Route
+from kvstore_client.flows.steps import Checksum, ChoosePath, Flow, Glance, HashAhead, Recall, Route
 
 _Result = TypeVar("_Result")
 
@@ -19,13 +19,26 @@ Outcome: TypeAlias = object | KvstoreError | Callable[[Any], object]
 STREAM = Route(path=TransferPath.STREAM)
 
 
+class Hashed:
+    """Checksums that are known from the start."""
+
+    def __init__(self, blocks: Sequence[memoryview]) -> None:
+        self._checksums = [checksum(block) for block in blocks]
+
+    def take(self, index: int) -> int:
+        return self._checksums[index]
+
+    def close(self) -> None:
+        self._checksums.clear()
+
+
 def run(
     flow: Flow[_Result], *outcomes: Outcome, route: Route = STREAM, known: bytes = b"", is_there: bool = False
 ) -> tuple[_Result, list[Any]]:
     """The flow's result and the steps it took; every outcome must be used, and no more be asked for.
 
     Choosing a path always gives `route`, recalling places `known`, and a glance `is_there`; they are no steps here, nor
-    are checksums.
+    are checksums, whose threads are none.
     """
     steps: list[Any] = []
     left = list(outcomes)
@@ -40,6 +53,9 @@ def run(
                 continue
             if isinstance(step, Glance):
                 step = flow.send(is_there)
+                continue
+            if isinstance(step, HashAhead):
+                step = flow.send(Hashed(step.blocks))
                 continue
             if isinstance(step, Checksum):
                 step = flow.send([checksum(block) for block in step.blocks])

@@ -803,3 +803,16 @@ async def test_errors_carry_a_status_and_a_reason(store: Store) -> None:
             m.LookupBlocksRequest(namespace_id=NamespaceId(b"u" * 32), block_hashes=packed(1)), LOOPBACK
         )
     assert (unknown.value.reason, unknown.value.grpc_status) == ("NAMESPACE_UNKNOWN", "FAILED_PRECONDITION")
+
+
+async def test_hits_that_a_client_found_by_itself_are_counted_and_absurd_numbers_of_them_are_not(store: Store) -> None:
+    def seen(hit_count: int, namespace_id: NamespaceId = SMALL.id) -> m.CountReadsRequest:
+        return m.CountReadsRequest(namespace_id=namespace_id, block_hashes=b"", hit_count=hit_count)
+
+    await store.service.count_reads(seen(300), LOOPBACK)
+    assert (store.core.counters.hit_count, store.core.counters.sent_count) == (300, 0)
+    with pytest.raises(InvalidArgumentError, match=r"hit_count.*at most 4294967296"):
+        await store.service.count_reads(seen(m.HIT_COUNT_MAX + 1), LOOPBACK)
+    with pytest.raises(NamespaceUnknownError):
+        await store.service.count_reads(seen(300, NamespaceId(b"u" * 32)), LOOPBACK)
+    assert store.core.counters.hit_count == 300

@@ -61,10 +61,11 @@ test: $(INSTALLED) ## every test that can run on this machine
 soak: $(INSTALLED) ## the long tests
 	@$(PYTEST) -m soak --timeout 3600
 
-bench: $(INSTALLED) ## this machine's speed: blocks, lookups, hashing a prompt, starting the daemon
+bench: $(INSTALLED) ## this machine's speed: blocks, lookups, this folder's disk, hashing a prompt, starting the daemon
 	@$(BIN)/kvstore bench node
 	@$(BIN)/kvstore bench stream
 	@$(BIN)/kvstore bench lookup
+	@$(BIN)/kvstore bench nvme
 	@$(BIN)/python bench/hashing.py
 	@$(BIN)/python bench/startup.py
 

@@ -10,7 +10,7 @@ from kvstore_client.aio import AsyncClient, AsyncLease
 from kvstore_client.client import Client, Lease
 from kvstore_client.config import ClientConfig
 from kvstore_client.reserved import Reserved
-from kvstore_client.results import GetResult, LookupResult, PutResult, PutState
+from kvstore_client.results import GetResult, LookupResult, PrefetchResult, PutResult, PutState
 from kvstore_client.views import AsyncViews, BlockView, Views
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "GetResult",
     "Lease",
     "LookupResult",
+    "PrefetchResult",
     "PutResult",
     "PutState",
     "Reserved",

@@ -14,14 +14,21 @@ from kvstore.namespace import Namespace
 from kvstore_client.address import find_address
 from kvstore_client.aio_carrier import AsyncCarrier
 from kvstore_client.buffers import Buffers, block_views
-from kvstore_client.checks import check_blocks, check_lease_s, check_parent_hash, check_wait_s
+from kvstore_client.checks import (
+    check_blocks,
+    check_budget_bytes,
+    check_lease_s,
+    check_parent_hash,
+    check_recompute_s,
+    check_wait_s,
+)
 from kvstore_client.config import ClientConfig
-from kvstore_client.flows import attach, load, look, prefix, store
+from kvstore_client.flows import attach, load, look, prefetch, prefix, store
 from kvstore_client.flows.attach import Attachment, Scope
 from kvstore_client.flows.prefix import Acquired, HeldPrefix
 from kvstore_client.flows.steps import Call, Flow, Step
 from kvstore_client.ids import new_owner_id
-from kvstore_client.results import GetResult, LookupResult, PutResult
+from kvstore_client.results import GetResult, LookupResult, PrefetchResult, PutResult
 from kvstore_client.views import AsyncViews
 
 _Result = TypeVar("_Result")
@@ -56,22 +63,59 @@ class AsyncClient:
         """See `Client.stats`."""
         return await self._run(attach.stats(self._scope))
 
-    async def lookup(self, namespace: Namespace, hashes: Sequence[BlockHash], *, wait_s: float = 0.0) -> LookupResult:
+    async def lookup(
+        self,
+        namespace: Namespace,
+        hashes: Sequence[BlockHash],
+        *,
+        wait_s: float = 0.0,
+        recompute_s_per_block: float | None = None,
+    ) -> LookupResult:
         """See `Client.lookup`."""
         check_blocks(namespace, hashes)
         check_wait_s(wait_s)
-        return await self._run(prefix.lookup(self._scope, namespace=namespace, hashes=hashes, wait_s=wait_s))
+        check_recompute_s(recompute_s_per_block)
+        flow = prefix.lookup(
+            self._scope,
+            namespace=namespace,
+            hashes=hashes,
+            wait_s=wait_s,
+            recompute_s_per_block=recompute_s_per_block,
+        )
+        return await self._run(flow)
+
+    async def prefetch(
+        self, namespace: Namespace, hashes: Sequence[BlockHash], *, budget_bytes: int | None = None
+    ) -> PrefetchResult:
+        """See `Client.prefetch`."""
+        check_blocks(namespace, hashes)
+        check_budget_bytes(budget_bytes)
+        flow = prefetch.prefetch(self._scope, namespace=namespace, hashes=hashes, budget_bytes=budget_bytes)
+        return await self._run(flow)
 
     async def acquire(
-        self, namespace: Namespace, hashes: Sequence[BlockHash], *, lease_s: float | None = None, wait_s: float = 0.0
+        self,
+        namespace: Namespace,
+        hashes: Sequence[BlockHash],
+        *,
+        lease_s: float | None = None,
+        wait_s: float = 0.0,
+        recompute_s_per_block: float | None = None,
     ) -> AsyncLease:
         """See `Client.acquire`."""
         check_blocks(namespace, hashes)
         check_wait_s(wait_s)
+        check_recompute_s(recompute_s_per_block)
         lease_s = self._config.lease_s if lease_s is None else lease_s
         check_lease_s(lease_s)
         flow = prefix.acquire(
-            self._scope, namespace=namespace, hashes=hashes, owner_id=new_owner_id(), lease_s=lease_s, wait_s=wait_s
+            self._scope,
+            namespace=namespace,
+            hashes=hashes,
+            owner_id=new_owner_id(),
+            lease_s=lease_s,
+            wait_s=wait_s,
+            recompute_s_per_block=recompute_s_per_block,
         )
         return AsyncLease(await self._run(flow), lease_s=lease_s, scope=self._scope, run=self._run)
 

@@ -37,6 +37,7 @@ _IDEMPOTENT = (
     wire.LOOKUP_BLOCKS,
     wire.RELEASE_LEASES,
     wire.VERIFY_BLOCKS,
+    wire.PREFETCH_BLOCKS,
 )
 """Calls that gRPC may send again. A repeated AcquirePrefix or ReserveBlocks would hold blocks twice."""
 

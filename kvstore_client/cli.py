@@ -22,7 +22,7 @@ from kvstore.errors import (
     ProtocolError,
     UnavailableError,
 )
-from kvstore.messages import NamespaceStats, StoreStats
+from kvstore.messages import NamespaceStats, NvmeState, NvmeStats, StoreStats
 from kvstore_client.client import Client
 from kvstore_client.config import ClientConfig
 from kvstore_client.paths.slab_calls import AttachRefusedError
@@ -44,6 +44,7 @@ _COMMANDS = {
     "ping": _Entry("kvstore_client.cli:ping", "Check that a daemon answers, and how fast."),
     "stats": _Entry("kvstore_client.cli:stats", "Show what a daemon holds and has done."),
     "config": _Entry("kvstore_server.cli:config", "Show the settings that `kvstore serve` would run with."),
+    "nvme": _Entry("kvstore_server.nvme.cli:nvme", "Look into a folder of the NVMe tier, or check it."),
     "bench": _Entry("kvstore_client.bench.cli:bench", "Measure blocks and lookups beside what this machine can do."),
     "agent": _Entry("gpu_agent.cli:agent", "Run the agent that keeps blocks in VRAM.", "agent"),
     "demo": _Entry("gpu_agent.demo.cli:demo", "See the whole store at work on a real model.", "demo"),
@@ -124,7 +125,7 @@ def _daemon_options(command: Callable[..., None]) -> Callable[..., None]:
 def ping(address: str | None, *, is_json: bool, timeout_s: float) -> None:
     """Check that a daemon answers, and how fast.
 
-    Exits with 0 when it does, 1 when it does not.
+    Exits with 0 when it does, 1 when it does not. Says how the NVMe tier is, where there is one.
 
     \b
     Examples:
@@ -137,6 +138,7 @@ def ping(address: str | None, *, is_json: bool, timeout_s: float) -> None:
         started_s = time.perf_counter()
         info = client.info()
         round_trip_s = time.perf_counter() - started_s
+        nvme = client.stats().nvme
         used_address, transport = client.address, client.transport
     if is_json:
         shown = dataclasses.asdict(info) | {
@@ -145,6 +147,7 @@ def ping(address: str | None, *, is_json: bool, timeout_s: float) -> None:
             "transport": transport,
             "round_trip_s": round(round_trip_s, 6),
             "has_nixl": bool(info.nixl_metadata),
+            "nvme": _nvme_json(nvme),
         }
         del shown["nixl_metadata"]  # who has it has the daemon's memory: nothing for a log
         click.echo(json.dumps(shown))
@@ -154,6 +157,8 @@ def ping(address: str | None, *, is_json: bool, timeout_s: float) -> None:
         f"{used_address}: kvstore {info.version}, {state}, up {_duration(info.uptime_s)}, "
         f"answers in {round_trip_s * 1e3:.2f} ms, transport {transport or 'none'}"
     )
+    if nvme is not None:
+        click.echo(f"nvme {_nvme_state(nvme)}")
 
 
 @cli.command()
@@ -169,7 +174,7 @@ def stats(address: str | None, *, is_json: bool, timeout_s: float) -> None:
     with _asking(address, timeout_s=timeout_s) as client:
         found = client.stats()
     if is_json:
-        shown = dataclasses.asdict(found)
+        shown = dataclasses.asdict(found) | {"nvme": _nvme_json(found.nvme)}
         for namespace in shown["namespaces"]:
             namespace["namespace_id"] = namespace["namespace_id"].hex()
         click.echo(json.dumps(shown))
@@ -233,6 +238,8 @@ def _stats_lines(found: StoreStats) -> list[str]:
         ("corrupt", f"{found.corrupt_count:,}"),
         ("uptime", _duration(found.uptime_s)),
     ]
+    if found.nvme is not None:
+        rows.insert(1, ("nvme", f"{_nvme_state(found.nvme)}; {_nvme_counts(found.nvme)}"))
     rows += [("namespace", _namespace_line(namespace)) for namespace in found.namespaces]
     return [f"{name:<10} {value}" for name, value in rows]
 
@@ -242,6 +249,23 @@ def _namespace_line(namespace: NamespaceStats) -> str:
         f"{namespace.namespace_id.hex()[:16]} {namespace.model}: {namespace.block_count:,} blocks, "
         f"{_size(namespace.used_bytes)}, slots of {_size(namespace.slot_bytes)}"
     )
+
+
+def _nvme_state(nvme: NvmeStats) -> str:
+    if nvme.state is NvmeState.OK:
+        return f"ok {_size(nvme.used_bytes)} of {_size(nvme.capacity_bytes)}"
+    return f"{nvme.state.name}: {nvme.reason}"
+
+
+def _nvme_counts(nvme: NvmeStats) -> str:
+    return (
+        f"{nvme.block_count:,} blocks, {nvme.hit_count:,} hits, {nvme.demoted_count:,} demoted, "
+        f"{nvme.promoted_count:,} promoted, {nvme.evicted_count:,} evicted, {nvme.dropped_count:,} dropped"
+    )
+
+
+def _nvme_json(nvme: NvmeStats | None) -> dict[str, Any] | None:
+    return None if nvme is None else dataclasses.asdict(nvme) | {"state": nvme.state.name.lower()}
 
 
 def _size(size_bytes: int) -> str:

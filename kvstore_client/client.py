@@ -13,9 +13,16 @@ from kvstore.namespace import Namespace
 from kvstore_client.address import find_address
 from kvstore_client.buffers import Buffers, block_views
 from kvstore_client.carrier import Carrier
-from kvstore_client.checks import check_blocks, check_lease_s, check_parent_hash, check_wait_s
+from kvstore_client.checks import (
+    check_blocks,
+    check_budget_bytes,
+    check_lease_s,
+    check_parent_hash,
+    check_recompute_s,
+    check_wait_s,
+)
 from kvstore_client.config import ClientConfig
-from kvstore_client.flows import attach, fill, load, look, prefix, store
+from kvstore_client.flows import attach, fill, load, look, prefetch, prefix, store
 from kvstore_client.flows.attach import Attachment, Scope
 from kvstore_client.flows.fill import Filling
 from kvstore_client.flows.prefix import Acquired, HeldPrefix
@@ -23,7 +30,7 @@ from kvstore_client.flows.steps import Flow
 from kvstore_client.ids import new_owner_id
 from kvstore_client.paths.slab import Arena
 from kvstore_client.reserved import Reserved
-from kvstore_client.results import GetResult, LookupResult, PutResult
+from kvstore_client.results import GetResult, LookupResult, PrefetchResult, PutResult
 from kvstore_client.views import Views
 
 _Result = TypeVar("_Result")
@@ -32,9 +39,9 @@ _Result = TypeVar("_Result")
 class Client:
     """A store of KV blocks, as one daemon offers it.
 
-    Many threads may share a client. Every call ends by its deadline. `lookup`, `acquire`, `get` and `put` raise
-    `InvalidArgumentError` for wrong input and nothing else: whatever happens to the daemon reads as misses, with
-    the reason in the result's `error`. After a restart of the daemon the client goes on by itself. It connects
+    Many threads may share a client. Every call ends by its deadline. `lookup`, `acquire`, `prefetch`, `get` and `put`
+    raise `InvalidArgumentError` for wrong input and nothing else: whatever happens to the daemon reads as misses,
+    with the reason in the result's `error`. After a restart of the daemon the client goes on by itself. It connects
     at the first call: on the daemon's node to its slab socket, so that blocks are copied from memory to memory, else
     over gRPC. gRPC does not survive a fork in mid-use, so a process that forks makes its clients after.
     """
@@ -53,22 +60,70 @@ class Client:
         """Occupancy and counters; raises `KvstoreError` when the daemon cannot answer."""
         return self._run(attach.stats(self._scope))
 
-    def lookup(self, namespace: Namespace, hashes: Sequence[BlockHash], *, wait_s: float = 0.0) -> LookupResult:
-        """What the store has of a prefix; waits up to `wait_s` while somebody is writing its next block."""
+    def lookup(
+        self,
+        namespace: Namespace,
+        hashes: Sequence[BlockHash],
+        *,
+        wait_s: float = 0.0,
+        recompute_s_per_block: float | None = None,
+    ) -> LookupResult:
+        """What the store has of a prefix; waits up to `wait_s` while somebody is writing its next block.
+
+        Where `recompute_s_per_block` says what computing a block takes the caller, hits that would be there later than
+        that are left out of the matched prefix.
+        """
         check_blocks(namespace, hashes)
         check_wait_s(wait_s)
-        return self._run(prefix.lookup(self._scope, namespace=namespace, hashes=hashes, wait_s=wait_s))
+        check_recompute_s(recompute_s_per_block)
+        flow = prefix.lookup(
+            self._scope,
+            namespace=namespace,
+            hashes=hashes,
+            wait_s=wait_s,
+            recompute_s_per_block=recompute_s_per_block,
+        )
+        return self._run(flow)
+
+    def prefetch(
+        self, namespace: Namespace, hashes: Sequence[BlockHash], *, budget_bytes: int | None = None
+    ) -> PrefetchResult:
+        """Begins to bring blocks of a prefix from slower tiers into memory, head first, and waits for none of them.
+
+        For what will be read soon, such as the prompt of a queued request. At most `budget_bytes` of blocks (None: as
+        many as the daemon allows). Like a lookup it raises for wrong input alone.
+        """
+        check_blocks(namespace, hashes)
+        check_budget_bytes(budget_bytes)
+        flow = prefetch.prefetch(self._scope, namespace=namespace, hashes=hashes, budget_bytes=budget_bytes)
+        return self._run(flow)
 
     def acquire(
-        self, namespace: Namespace, hashes: Sequence[BlockHash], *, lease_s: float | None = None, wait_s: float = 0.0
+        self,
+        namespace: Namespace,
+        hashes: Sequence[BlockHash],
+        *,
+        lease_s: float | None = None,
+        wait_s: float = 0.0,
+        recompute_s_per_block: float | None = None,
     ) -> Lease:
-        """A lookup whose matched prefix is held until released, or for `lease_s` (None: the config's)."""
+        """A lookup whose matched prefix is held until released, or for `lease_s` (None: the config's).
+
+        What `recompute_s_per_block` leaves out is not held.
+        """
         check_blocks(namespace, hashes)
         check_wait_s(wait_s)
+        check_recompute_s(recompute_s_per_block)
         lease_s = self._config.lease_s if lease_s is None else lease_s
         check_lease_s(lease_s)
         flow = prefix.acquire(
-            self._scope, namespace=namespace, hashes=hashes, owner_id=new_owner_id(), lease_s=lease_s, wait_s=wait_s
+            self._scope,
+            namespace=namespace,
+            hashes=hashes,
+            owner_id=new_owner_id(),
+            lease_s=lease_s,
+            wait_s=wait_s,
+            recompute_s_per_block=recompute_s_per_block,
         )
         return Lease(self._run(flow), lease_s=lease_s, scope=self._scope, run=self._run)
 

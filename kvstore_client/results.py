@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from kvstore.errors import KvstoreError
-from kvstore.messages import BlockState, ReserveState
+from kvstore.messages import BlockState, CutReason, ReserveState
 
 
 class PutState(IntEnum):
@@ -25,11 +25,17 @@ class PutState(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookupResult:
-    """`matched_count` leading blocks are readable; everything is a miss where `error` kept us from asking."""
+    """`matched_count` leading blocks are readable; everything is a miss where `error` kept us from asking.
+
+    `left_out_count` hits behind them are not worth reading, `cut_reason` says why: they would be there later than
+    recomputing them takes the caller, who has said how long that is.
+    """
 
     states: tuple[BlockState, ...]
     matched_count: int
     error: KvstoreError | None = None
+    left_out_count: int = 0
+    cut_reason: CutReason = CutReason.NONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +60,20 @@ class PutResult:
     stored_count: int
     error: KvstoreError | None = None
     refusal: ReserveState | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefetchResult:
+    """Where the blocks are, or are going; the counts add up to the blocks that were asked for."""
+
+    in_memory_count: int
+    started_count: int
+    """On their way into memory."""
+    refused_count: int
+    """Left in a slower tier: over the budget, or the daemon is fetching enough."""
+    missing_count: int
+    """In no tier that can be read, or `error` kept us from asking."""
+    error: KvstoreError | None = None
 
 
 def count_leading_hits(states: Sequence[BlockState]) -> int:

@@ -22,6 +22,14 @@ from kvstore_server.machine import keep_freed_memory
 
 _FLAGS: tuple[tuple[str, str, str, type, str], ...] = (
     ("--memory-capacity", "memory", "capacity", str, "Bytes of host memory for blocks, such as 8GiB. A hard cap."),
+    (
+        "--nvme-path",
+        "nvme",
+        "path",
+        str,
+        "Folder on a disk for blocks that memory has no room for; '' for none.  [default: none]",
+    ),
+    ("--nvme-capacity", "nvme", "capacity", str, "Bytes of that folder, such as 200GiB. A hard cap."),
     ("--grpc-port", "grpc", "port", int, "TCP port of the store service; 0 takes a free one.  [default: 7450]"),
     ("--socket-path", "grpc", "socket_path", str, "Unix socket for clients on this node; '' for none."),
     (
@@ -82,6 +90,7 @@ def serve(config_file: Path | None, ready_file: Path | None, as_json: bool, **fl
     Examples:
       kvstore serve
       kvstore serve --memory-capacity 64GiB
+      kvstore serve --nvme-path /var/cache/kvstore --nvme-capacity 200GiB
       kvstore serve --grpc-port 0 --metrics-port 0 --ready-file /run/kvstore.json
       KVSTORE_MEMORY__CAPACITY=8GiB kvstore serve --config kvstore.yaml
     """

@@ -118,6 +118,135 @@ class MemoryConfig(_Section):
         return self
 
 
+class NvmeConfig(_Section):
+    """The NVMe tier: what memory has no room for any more, on a disk of this node, warm after a restart.
+
+    docs/nvme.md has the arithmetic and what to do when something is wrong.
+    """
+
+    path: Path | None = None
+    """Folder of the tier, there already, for one daemon alone. None, or an empty string: there is no such tier."""
+    capacity: Size | None = None
+    """Bytes of the whole folder on disk, index included: a hard cap. Required with `nvme.path`."""
+    segment_size: Size | None = None
+    """Bytes of a segment, the file in which space moves between namespaces; rounded down to whole pages of 4 KiB.
+    A block that does not fit into one stays off the disk. Default that of the segments that are there, else an eighth
+    of the capacity, 16 MiB to 1 GiB; if set, segments of another size are deleted."""
+    free_reserve: Size | None = None
+    """Bytes of the file system that stay free for others; default 5 % of it, at most 10 GiB."""
+    sync: Literal["data", "none"] = "data"
+    """`data`: a block is on the device before the index names it, so it survives the loss of power. `none`: it
+    survives the end of the daemon only; what a power cut tore is found out by its checksum and dropped."""
+    admission: Literal["all", "second-hit", "adaptive"] = "all"
+    """Which blocks may enter: all, those that were used twice, or the one or the other by what has paid so far.
+    A chain enters from its head on, without holes."""
+    write_budget_per_day: Size | None = None
+    """Most bytes written in a day, to spare the device; at least 1MiB. Default no limit."""
+    io_threads: int = Field(default=8, ge=1, le=64)
+    """Reads and writes under way at once; a single one reaches a part of what the device can do."""
+    demote_batch: int = Field(default=16, ge=1, le=1024)
+    """Most blocks that are written together and become findable in one transaction of the index."""
+    demotion_queue: Size | None = None
+    """Bytes of memory that blocks on their way to the disk may take; victims beyond are dropped. At most half of
+    `memory.capacity`; default a 16th of it, at least 64 MiB if that is not more than half."""
+    prefetch_in_flight: Size = ByteSize(256 << 20)
+    """Bytes that prefetches may have under way at once; a quarter of `memory.capacity` if that is less."""
+    compression: Literal["auto", "none", "zstd", "lz4"] = "auto"
+    """Of blocks on disk. `auto`: per namespace what was measured to save more than it costs, which may be nothing."""
+    load_timeout_s: float = Field(default=1.0, gt=0, le=3_600)
+    """Longest wait for a read of the disk; a block that comes later is a miss. Well below the 2 s that clients give a
+    call, or a disk that stalls would cost them what is in memory, too."""
+
+    @property
+    def is_enabled(self) -> bool:
+        return self.path is not None
+
+    @property
+    def index_map_bytes(self) -> int:
+        """Most that the index may take on disk; when it is full, the tier takes no more blocks.
+
+        A record takes up to 1 KiB, of pages that are not full and of those that a transaction replaces: a 256th of the
+        capacity has one for each block of 256 KiB. For slots of 4 KiB, the least, it would be a quarter of the disk,
+        for nothing.
+        """
+        return _whole_pages(max(self._capacity_bytes // 256, _INDEX_BYTES_MIN))
+
+    @property
+    def segment_bytes(self) -> int:
+        """Large, as files that are fresh and small are slow at first; enough of them that several namespaces fit."""
+        if self.segment_size is not None:
+            return _whole_pages(int(self.segment_size))
+        eighth = self._room_bytes // _SEGMENT_COUNT_WANTED >> 20 << 20
+        return min(max(eighth, _SEGMENT_BYTES_MIN_DEFAULT), _SEGMENT_BYTES_MAX_DEFAULT)
+
+    @property
+    def segment_count(self) -> int:
+        """Most segments: with the index full and all of them made, the folder is within its capacity."""
+        return self._room_bytes // self.segment_bytes
+
+    def free_reserve_bytes(self, *, filesystem_bytes: int) -> int:
+        """What must stay free on a file system of so many bytes."""
+        if self.free_reserve is not None:
+            return int(self.free_reserve)
+        return min(filesystem_bytes // 20, 10 << 30)
+
+    @property
+    def _capacity_bytes(self) -> int:
+        assert self.capacity is not None, "there is no NVMe tier: nvme.path is not set"
+        return int(self.capacity)
+
+    @property
+    def _room_bytes(self) -> int:
+        return max(self._capacity_bytes - self.index_map_bytes - _NVME_OTHER_BYTES, 0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_is_none(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("path") == "":
+            return {**data, "path": None}
+        return data
+
+    @model_validator(mode="after")
+    def _check(self) -> NvmeConfig:
+        if self.capacity is None:
+            if self.path is not None:
+                raise ValueError(
+                    f"capacity is missing; allowed with path {self.path}: a size such as 200GiB, "
+                    "a hard cap on what the whole folder takes on disk"
+                )
+            return self
+        # A path that was set to nothing turns the tier off; one that was forgotten would do so unnoticed.
+        if self.path is None and "path" not in self.model_fields_set:
+            raise ValueError(f"capacity {int(self.capacity)} is set and path is not; allowed: both, or neither")
+        if self.segment_size is not None and self.segment_size < _SEGMENT_BYTES_MIN:
+            raise ValueError(f"segment_size {int(self.segment_size)} is too small; allowed: at least 1MiB")
+        if self.segment_count < _SEGMENT_COUNT_MIN:
+            needed_bytes = _SEGMENT_COUNT_MIN * self.segment_bytes + self.index_map_bytes + _NVME_OTHER_BYTES
+            raise ValueError(
+                f"capacity {int(self.capacity)} is too small; allowed: at least {needed_bytes}, for "
+                f"{_SEGMENT_COUNT_MIN} segments of {self.segment_bytes} and {self.index_map_bytes} of index"
+            )
+        if self.write_budget_per_day is not None and self.write_budget_per_day < 1 << 20:
+            raise ValueError(
+                f"write_budget_per_day {int(self.write_budget_per_day)} is too small; allowed: at least 1MiB"
+            )
+        return self
+
+
+_INDEX_BYTES_MIN = 16 << 20
+_NVME_OTHER_BYTES = 1 << 20
+"""Of the folder beside segments and index: folders, the lock files, and what the file system keeps per file."""
+_SEGMENT_COUNT_WANTED = 8
+_SEGMENT_COUNT_MIN = 2
+_SEGMENT_BYTES_MIN = 1 << 20
+_SEGMENT_BYTES_MIN_DEFAULT = 16 << 20
+_SEGMENT_BYTES_MAX_DEFAULT = 1 << 30
+
+
+def _whole_pages(size_bytes: int) -> int:
+    return size_bytes // 4096 * 4096
+
+
 def _check_host(host: str) -> str:
     if not is_loopback(host):
         raise ValueError(LOOPBACK_ALLOWED)
@@ -265,6 +394,8 @@ class Config(BaseSettings):
 
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     """The memory tier."""
+    nvme: NvmeConfig = Field(default_factory=NvmeConfig)
+    """The NVMe tier, on a disk of this node: off until it has a path. See [nvme](nvme.md)."""
     grpc: GrpcConfig = Field(default_factory=GrpcConfig)
     """Where the store service listens."""
     slab: SlabConfig = Field(default_factory=SlabConfig)
@@ -298,6 +429,29 @@ class Config(BaseSettings):
         if self.bulk.port != "auto":
             return self.bulk.port
         return BULK_PORT if self.grpc.port else 0
+
+    @property
+    def demotion_queue_bytes(self) -> int:
+        """Memory that blocks on their way to the disk may take."""
+        if self.nvme.demotion_queue is not None:
+            return int(self.nvme.demotion_queue)
+        capacity_bytes = int(self.memory.capacity)
+        return min(max(capacity_bytes // 16, 64 << 20), capacity_bytes // 2)
+
+    @property
+    def prefetch_in_flight_bytes(self) -> int:
+        """What prefetches may have under way at once, so that most of the memory is left to what is in use."""
+        return min(int(self.nvme.prefetch_in_flight), int(self.memory.capacity) // 4)
+
+    @model_validator(mode="after")
+    def _check_demotion_queue(self) -> Config:
+        half_bytes = int(self.memory.capacity) // 2
+        if self.nvme.demotion_queue is not None and self.nvme.demotion_queue > half_bytes:
+            raise ValueError(
+                f"nvme.demotion_queue is {int(self.nvme.demotion_queue)}; "
+                f"allowed: at most half of memory.capacity, {half_bytes}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_tenants(self) -> Config:

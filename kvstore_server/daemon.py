@@ -25,10 +25,18 @@ from kvstore.slab import Access
 from kvstore_client.hosting import Addresses, Role, announce, listen_tcp, listen_unix
 from kvstore_client.sizes import format_size
 from kvstore_server.config import Config
+from kvstore_server.core.admission import Admission
 from kvstore_server.core.in_flight import InFlight
 from kvstore_server.core.space import SlabId, SlabSpace
 from kvstore_server.core.store import StoreCore
 from kvstore_server.core.tenants import Tenant, TenantRule, Tenants
+from kvstore_server.nvme.compression import available
+from kvstore_server.nvme.crash import check_armed
+from kvstore_server.nvme.figures import NvmeFigures
+from kvstore_server.nvme.format import StoredCodec
+from kvstore_server.nvme.opening import NvmeSettings, open_tier
+from kvstore_server.nvme.ownership import Ownership
+from kvstore_server.nvme.recovery import Geometry
 from kvstore_server.obs.metrics import MetricsServer, Observed
 from kvstore_server.rpc import bulk_server
 from kvstore_server.rpc.bulk_server import BulkServer
@@ -55,6 +63,10 @@ _FENCE_INTERVAL_S = 5.0
 """The least time between two fences, each of which costs every client of NIXL its connection."""
 _MEMORY_RETRY_S = 5.0
 """How long to wait for memory that another has taken while a slab was being replaced."""
+_NVME_RETRY_S = 10.0
+"""Between tries to open the folder of a disk that cannot be read."""
+_NVME_CLOSE_S = 10.0
+"""How long the disk may take to end what is under way."""
 _ROLE = Role(name="daemon", asked_with="kvstore ping", port_setting="grpc.port", socket_setting="grpc.socket_path")
 _SLAB_ROLE = replace(_ROLE, socket_setting="slab.socket_path")
 _BULK_ROLE = replace(_ROLE, port_setting="bulk.port")
@@ -99,7 +111,7 @@ class Daemon:
         self._memory_pool = ThreadPoolExecutor(1, thread_name_prefix="kvstore-memory")
         self._stop = asyncio.Event()
         self._bug: AssertionError | None = None
-        epoch = Epoch(secrets.token_bytes(16))
+        epoch = self._epoch = Epoch(secrets.token_bytes(16))
         self._turns = Turns(self._in_flight)
         self._transfers = Transfers(
             core=self._core, turns=self._turns, clock=time.monotonic, on_settled=self._wake_waiters
@@ -141,6 +153,7 @@ class Daemon:
                 parts.callback(self._nixl.close)
             parts.callback(self._memory_pool.shutdown)
             parts.callback(self._copy_pool.shutdown)
+            await self._open_nvme(parts)
             parts.push_async_callback(self._grpc.stop, grace_s=0)
             parts.push_async_callback(self._slab.stop, grace_s=0)
             addresses = self._listen(parts)
@@ -165,6 +178,58 @@ class Daemon:
             await self._drain()
         if self._bug is not None:
             raise self._bug
+
+    async def _open_nvme(self, parts: contextlib.AsyncExitStack) -> None:
+        """A disk that cannot be read now is tried again later; who owns the folder, and what it is, must be right."""
+        config = self._config.nvme
+        if config.path is None:
+            return
+        check_armed()
+        ownership = Ownership.take(config.path, epoch_hex=self._epoch.hex())
+        parts.callback(ownership.release)
+        parts.push_async_callback(self._close_nvme)
+        try:
+            await self._try_open_nvme()
+        except OSError as error:
+            self._log_closed_nvme(error)
+
+    async def _try_open_nvme(self) -> None:
+        tier = await open_tier(
+            _nvme_settings(self._config),
+            store=self._core,
+            slot_view=self._arenas.slot,
+            clock=time.monotonic,
+            on_settled=self._wake_waiters,
+        )
+        for namespace_id in self._core.namespace_ids():
+            tier.open(namespace_id)
+        self._core.departing_bytes_max = self._config.demotion_queue_bytes
+        self._core.lower = self._service.nvme = tier
+
+    async def _run_nvme(self) -> None:
+        while self._config.nvme.path is not None and self._service.nvme is None:
+            await asyncio.sleep(_NVME_RETRY_S)
+            try:
+                await self._try_open_nvme()
+            except OSError as error:
+                self._log_closed_nvme(error)
+        if self._service.nvme is not None:
+            await self._service.nvme.run()
+
+    async def _close_nvme(self) -> None:
+        if self._service.nvme is not None and not await self._service.nvme.close(timeout_s=_NVME_CLOSE_S):
+            # Threads that wait for the disk would keep the process, and with it the folder, for ever.
+            _log.error("nvme_hung", hint="the disk does not answer; the daemon ends without it")
+            os._exit(1)
+
+    def _log_closed_nvme(self, error: OSError) -> None:
+        _log.error(
+            "nvme_closed",
+            folder=str(self._config.nvme.path),
+            reason=str(error),
+            retry_s=_NVME_RETRY_S,
+            hint="blocks stay in memory only until the folder can be used; see the kernel's log",
+        )
 
     def _warn_of_small_pages(self) -> None:
         arenas = self._arenas
@@ -260,10 +325,13 @@ class Daemon:
             # Waits for threads that themselves wait for the loop, so not on it.
             await asyncio.to_thread(bulk.stop, grace_s=grace_s)
 
+    def _nvme_figures(self) -> NvmeFigures | None:
+        return None if self._service.nvme is None else self._service.nvme.figures()
+
     def _start_metrics(self, parts: contextlib.AsyncExitStack) -> str:
         host, port = self._config.metrics.host, self._config.metrics.port
         try:
-            observed = Observed(self._core, self._arenas, self._in_flight, self._slab)
+            observed = Observed(self._core, self._arenas, self._in_flight, self._slab, self._nvme_figures)
             metrics = MetricsServer(observed, host=host, port=port)
         except OSError as error:
             raise UnavailableError(
@@ -278,7 +346,13 @@ class Daemon:
         async with asyncio.TaskGroup() as tasks:
             background = [
                 tasks.create_task(work)
-                for work in (self._sweep(), self._ready_memory(), self._replace_slabs(), self._fence_nixl())
+                for work in (
+                    self._sweep(),
+                    self._ready_memory(),
+                    self._replace_slabs(),
+                    self._fence_nixl(),
+                    self._run_nvme(),
+                )
             ]
             await self._stop.wait()
             for task in background:
@@ -391,14 +465,26 @@ class Daemon:
         self._slab.admit_no_more_sessions()
         await self._grpc.set_serving(False)
         _log.info("draining", grace_s=grace_s, reservations=self._core.reservation_count)
-        while self._core.reservation_count and self._bug is None and time.monotonic() < deadline_s:
+        while self._core.reservation_count > self._core.promotion_count and self._bug is None:
+            if time.monotonic() > deadline_s:
+                break
             await asyncio.sleep(_DRAIN_INTERVAL_S)
             self._service.sweep()
+        left_s = max(deadline_s - time.monotonic(), 0.0) if self._bug is None else 0.0
+        await self._flush_nvme(timeout_s=left_s)
         left_s = max(deadline_s - time.monotonic(), 0.0) if self._bug is None else 0.0
         await asyncio.gather(
             self._grpc.stop(grace_s=left_s), self._slab.stop(grace_s=left_s), self._stop_bulk(grace_s=left_s)
         )
         _log.info("stopped", blocks=self._core.block_count)
+
+    async def _flush_nvme(self, *, timeout_s: float) -> None:
+        """Writes what is in memory to the disk, as far as it gets, so that the next start finds it there."""
+        if self._service.nvme is None or self._bug is not None:
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._service.nvme.flush(), timeout_s)
+        _log.info("nvme_flushed", blocks=self._service.nvme.figures().block_count)
 
     def _wake_waiters(self) -> None:
         self._service.wake_waiters()
@@ -413,6 +499,35 @@ class Daemon:
     def _stop_because_of(self, bug: AssertionError) -> None:
         self._bug = bug
         self._stop.set()
+
+
+def _nvme_settings(config: Config) -> NvmeSettings:
+    nvme = config.nvme
+    assert nvme.path is not None, "there is no tier to be opened"
+    forced = {"zstd": StoredCodec.ZSTD, "lz4": StoredCodec.LZ4}.get(nvme.compression)
+    candidates = tuple(sorted(available() - {StoredCodec.RAW})) if nvme.compression == "auto" else ()
+    return NvmeSettings(
+        folder=nvme.path,
+        capacity_bytes=int(nvme.capacity or 0),
+        geometry=Geometry(
+            segment_bytes=nvme.segment_bytes,
+            is_segment_bytes_given=nvme.segment_size is not None,
+            room_bytes=nvme.segment_count * nvme.segment_bytes,
+            index_map_bytes=nvme.index_map_bytes,
+        ),
+        free_reserve_bytes=lambda size_bytes: nvme.free_reserve_bytes(filesystem_bytes=size_bytes),
+        admission=Admission(
+            policy=nvme.admission,
+            write_budget_bytes_per_day=None if nvme.write_budget_per_day is None else int(nvme.write_budget_per_day),
+        ),
+        batch_count=nvme.demote_batch,
+        io_threads=nvme.io_threads,
+        is_synced=nvme.sync == "data",
+        load_timeout_s=nvme.load_timeout_s,
+        prefetch_bytes_max=config.prefetch_in_flight_bytes,
+        codecs=candidates,
+        forced_codec=forced,
+    )
 
 
 def _find_memory(config: Config) -> Candidates:

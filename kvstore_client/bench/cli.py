@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import click
 
@@ -16,10 +18,13 @@ from kvstore_client.address import parse_address
 from kvstore_client.bench import blocks, lookup, node, stream
 from kvstore_client.bench.plan import Plan, Progress
 from kvstore_client.bench.processes import ended_by_signals
+from kvstore_client.logs import configure_logs
 from kvstore_client.sizes import parse_size
 
 _LINE_STEP = 0.25
 """Share of the work after which a line says so where there is no progress bar."""
+_NVME_MEASURE = "kvstore_server.nvme.bench.measure", "measure"
+"""Loaded when it is called: it is made of the daemon's parts, which clients do without."""
 
 Measure = Callable[..., dict[str, object]]
 Row = tuple[str, str]
@@ -31,8 +36,8 @@ def bench() -> None:
     """Measure this machine: blocks and lookups, beside the best that it can do.
 
     Every figure is a median of samples that were taken in turn with those of
-    its limit, so that a busy machine is busy for both; read the ratios. Each
-    benchmark runs a daemon of its own, on free ports, unless --address names
+    its limit, so that a busy machine is busy for both; read the ratios. All
+    but nvme run a daemon of their own, on free ports, unless --address names
     one. Speeds are 10^9 bytes per second.
     """
 
@@ -180,6 +185,127 @@ def lookup_command(*, is_json: bool, **options: Any) -> None:
     _show(figures, is_json=is_json, unit="ms", rows=rows, lines=lines)
 
 
+@bench.command(name="nvme")
+@click.option(
+    "--path",
+    "folder",
+    type=click.Path(path_type=Path),
+    default=".",
+    metavar="DIR",
+    help="Folder on the disk to measure, this one by default; a temporary one is made in it.",
+)
+@click.option(
+    "--capacity",
+    default="4GiB",
+    show_default=True,
+    metavar="SIZE",
+    help="Of the tier, at most a quarter of what is free; the limit's files take as much.",
+)
+@click.option(
+    "--block-size",
+    default="2MiB",
+    show_default=True,
+    metavar="SIZE",
+    help="Bytes of a block; 2MiB is 16 tokens of an 8B model.",
+)
+@click.option(
+    "--blocks",
+    "block_count",
+    default=16,
+    show_default=True,
+    metavar="COUNT",
+    type=click.IntRange(1, BATCH_COUNT_MAX),
+    help="Blocks in one batch.",
+)
+@click.option(
+    "--rounds",
+    "round_count",
+    default=25,
+    show_default=True,
+    metavar="COUNT",
+    type=click.IntRange(min=1),
+    help="Samples of each kind; more steady the medians.",
+)
+@click.option("--json", "is_json", is_flag=True, help="Print one JSON object, for scripts.")
+def nvme_command(
+    *, folder: Path, capacity: str, block_size: str, block_count: int, round_count: int, is_json: bool
+) -> None:
+    """Blocks between the daemon's memory and the NVMe tier.
+
+    \b
+    Beside them: the disk, by pwritev and preadv of as many blocks of the same
+    size, by as many threads, past the page cache (O_DIRECT) as well, with an
+    fdatasync per batch, on files of the same size that were written before.
+      write_vs_disk, read_vs_disk
+          speed of four batches from their eviction until they are durable and
+          can be found, and from the disk until they are verified in memory,
+          over the speed of the disk
+      churn_vs_fresh, read_churn_vs_fresh
+          the same ratios after all blocks were replaced in a random order,
+          over those before, when the tier was being filled
+      write_p50_ms, write_p99_ms, read_p50_ms, read_p99_ms
+          milliseconds for one batch of --blocks, of a full tier
+      read_block_p50_ms, read_block_p99_ms
+          milliseconds for one block
+      write_amplification
+          bytes written to the device for each byte of a block
+      recovery_s, recovery_large_s
+          seconds until 100,000 blocks can be found again after a restart, of
+          --block-size and of blocks four times as large
+      is_direct
+          whether blocks go past the page cache; where they do not, the figures
+          tell of the disk less
+
+    \b
+    Examples:
+      kvstore bench nvme --path /var/cache
+      kvstore bench nvme --json | jq .write_vs_disk
+    """
+    block_bytes = parse_size(block_size, field="--block-size")
+    blocks.namespace(block_bytes, revision="check")  # refuses a size that no block can have
+    capacity_bytes = parse_size(capacity, field="--capacity")
+    configure_logs(level="error", log_format="console")
+    about = _about("nvme", block_count=block_count, block_bytes=block_bytes) | {"rounds": round_count}
+    module, name = _NVME_MEASURE
+    measure = cast("Measure", getattr(importlib.import_module(module), name))
+    with ended_by_signals(), _progress("nvme", is_shown=not is_json) as progress:
+        figures = about | measure(
+            folder=folder,
+            capacity_bytes=capacity_bytes,
+            block_count=block_count,
+            block_bytes=block_bytes,
+            round_count=round_count,
+            progress=progress,
+        )
+    rows = [
+        (
+            f"{action}{label}",
+            f"{action}{part}_gb_per_s",
+            "disk",
+            f"disk_{action}{part}_gb_per_s",
+            f"{action}{part}_vs_disk",
+        )
+        for action in ("write", "read")
+        for label, part in (("", ""), (", all replaced", "_churned"))
+    ]
+    _show(figures, is_json=is_json, unit="GB/s", rows=rows, lines=[
+        ("write, all replaced over before", "churn_vs_fresh"),
+        ("read, all replaced over before", "read_churn_vs_fresh"),
+        ("write of a batch, p99 ms", "write_p99_ms"), ("disk, p99 ms", "disk_write_p99_ms"),
+        ("read of a batch, p99 ms", "read_p99_ms"), ("disk, p99 ms", "disk_read_p99_ms"),
+        ("read of a block, p50 ms", "read_block_p50_ms"), ("read of a block, p99 ms", "read_block_p99_ms"),
+        ("bytes written per byte of a block", "write_amplification"),
+        ("recovery, s", "recovery_s"), ("recovery of larger blocks, s", "recovery_large_s"),
+        ("past the page cache", "is_direct"),
+    ])  # fmt: skip
+
+
+def _about(name: str, *, block_count: int, block_bytes: int) -> dict[str, object]:
+    """What every benchmark says of itself."""
+    about: dict[str, object] = {"benchmark": name, "version": __version__, "cores": len(os.sched_getaffinity(0))}
+    return about | ({"block_count": block_count, "block_bytes": block_bytes} if block_count else {})
+
+
 def _run(
     name: str,
     measure: Measure,
@@ -200,8 +326,7 @@ def _run(
         block_bytes=block_bytes,
         round_count=round_count,
     )
-    about: dict[str, object] = {"benchmark": name, "version": __version__, "cores": len(os.sched_getaffinity(0))}
-    about |= {"block_count": block_count, "block_bytes": block_bytes} if block_count else {}
+    about = _about(name, block_count=block_count, block_bytes=block_bytes)
     with ended_by_signals(), _progress(name, is_shown=not is_json) as progress:
         figures = measure(plan, progress=progress)
     return about | {"rounds": round_count} | figures

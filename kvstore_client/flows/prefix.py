@@ -9,13 +9,13 @@ from kvstore import messages as m
 from kvstore import wire
 from kvstore.errors import KvstoreError, ProtocolError, UnavailableError
 from kvstore.keys import BlockHash, pack_hashes
-from kvstore.messages import BlockState, Epoch, LeaseId, OwnerId
+from kvstore.messages import BlockState, CutReason, Epoch, LeaseId, OwnerId
 from kvstore.namespace import Namespace
 from kvstore_client.flows.attach import Scope, attached, best_effort, chosen_route
 from kvstore_client.flows.batches import hash_batches
-from kvstore_client.flows.states import block_states, leading_hits
+from kvstore_client.flows.states import block_states, leading_hits, matched_hits
 from kvstore_client.flows.steps import Flow, Glance, call
-from kvstore_client.results import LookupResult, count_leading_hits, lookup_result, padded
+from kvstore_client.results import LookupResult, padded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,8 @@ class Acquired:
     lease_ids: tuple[LeaseId, ...]
     states: tuple[BlockState, ...]
     matched_count: int
+    left_out_count: int
+    cut_reason: CutReason
     error: KvstoreError | None
 
 
@@ -46,16 +48,35 @@ class HeldPrefix:
         return self._acquired.matched_count
 
     @property
+    def left_out_count(self) -> int:
+        """Hits behind them that are not held, as they would be there later than recomputing them takes the caller."""
+        return self._acquired.left_out_count
+
+    @property
+    def cut_reason(self) -> CutReason:
+        """Why these are left out."""
+        return self._acquired.cut_reason
+
+    @property
     def error(self) -> KvstoreError | None:
         return self._acquired.error
 
 
-def lookup(scope: Scope, *, namespace: Namespace, hashes: Sequence[BlockHash], wait_s: float) -> Flow[LookupResult]:
+def lookup(
+    scope: Scope,
+    *,
+    namespace: Namespace,
+    hashes: Sequence[BlockHash],
+    wait_s: float,
+    recompute_s_per_block: float | None = None,
+) -> Flow[LookupResult]:
     # Not before the daemon has introduced itself, or after it was lost: then it is to be asked.
     if hashes and scope.attachment.epoch is not None and (yield Glance(namespace=namespace, hashes=hashes)):
         return LookupResult(states=(BlockState.HIT,) * len(hashes), matched_count=len(hashes))
     states: tuple[BlockState, ...] = ()
-    matched_count = 0
+    matched_count = left_out_count = 0
+    cut_reason = CutReason.NONE
+    failure: KvstoreError | None = None
     try:
         for batch in hash_batches(scope.config, block_count=len(hashes)):
             # Only the matched prefix is worth waiting for, so a batch behind its end is not.
@@ -64,6 +85,7 @@ def lookup(scope: Scope, *, namespace: Namespace, hashes: Sequence[BlockHash], w
                 namespace_id=namespace.id,
                 block_hashes=pack_hashes(hashes[batch]),
                 wait_s=wait_s if is_unbroken else 0.0,
+                recompute_s_per_block=(recompute_s_per_block or 0.0) if is_unbroken else 0.0,
             )
             response = yield from attached(
                 scope,
@@ -73,12 +95,23 @@ def lookup(scope: Scope, *, namespace: Namespace, hashes: Sequence[BlockHash], w
                 ),
             )
             scope.attachment.note(response.epoch)
-            states += block_states(response.block_states, block_count=batch.stop - batch.start)
+            found = block_states(response.block_states, block_count=batch.stop - batch.start)
             if is_unbroken:
-                matched_count += leading_hits(response.block_states)
+                matched_count += matched_hits(response)
+                left_out_count, cut_reason = response.left_out_count, response.cut_reason
+            elif matched_count + left_out_count == batch.start:  # the run of hits that was cut goes on
+                left_out_count += leading_hits(response.block_states)
+            states += found
     except KvstoreError as error:
-        return lookup_result(padded(states, len(hashes)), error=error)
-    return LookupResult(states=states, matched_count=matched_count)
+        failure = error
+        states = tuple(padded(states, len(hashes)))
+    return LookupResult(
+        states=states,
+        matched_count=matched_count,
+        error=failure,
+        left_out_count=left_out_count,
+        cut_reason=cut_reason,
+    )
 
 
 def acquire(
@@ -89,10 +122,13 @@ def acquire(
     owner_id: OwnerId,
     lease_s: float,
     wait_s: float,
+    recompute_s_per_block: float | None = None,
 ) -> Flow[Acquired]:
     """Leases the matched prefix, batch by batch; a failure keeps what was leased before it."""
     states: list[BlockState] = []
     lease_ids: list[LeaseId] = []
+    matched_count = left_out_count = 0
+    cut_reason = CutReason.NONE
     epoch: Epoch | None = None
     failure: KvstoreError | None = None
     try:
@@ -107,6 +143,7 @@ def acquire(
                 block_hashes=pack_hashes(hashes[batch]),
                 lease_s=lease_s,
                 wait_s=wait_s,
+                recompute_s_per_block=recompute_s_per_block or 0.0,
             )
             response = yield from attached(
                 scope,
@@ -117,25 +154,28 @@ def acquire(
             )
             scope.attachment.note(response.epoch)
             if epoch not in (None, response.epoch):
-                states, lease_ids = [], _leases(response)
+                states, lease_ids, matched_count = [], _leases(response), 0
                 raise UnavailableError("the daemon was restarted while the prefix was being leased")
             epoch = response.epoch
             lease_ids += _leases(response)
             found = block_states(response.block_states, block_count=batch.stop - batch.start)
-            found_count = leading_hits(response.block_states)
+            found_count = matched_hits(response)
             if found_count and response.lease_id is None:
                 raise ProtocolError(f"{found_count} blocks matched, but none is leased")
             states += found
+            matched_count += found_count
+            left_out_count, cut_reason = response.left_out_count, response.cut_reason
             if found_count < len(found):
                 break
     except KvstoreError as error:
         failure = error
-    all_states = tuple(padded(states, len(hashes)))
     return Acquired(
         owner_id=owner_id,
         lease_ids=tuple(lease_ids),
-        states=all_states,
-        matched_count=count_leading_hits(all_states),
+        states=tuple(padded(states, len(hashes))),
+        matched_count=matched_count,
+        left_out_count=left_out_count,
+        cut_reason=cut_reason,
         error=failure,
     )
 

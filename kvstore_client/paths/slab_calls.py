@@ -33,6 +33,7 @@ IDEMPOTENT = frozenset(
         wire.LOOKUP_BLOCKS,
         wire.RELEASE_LEASES,
         wire.VERIFY_BLOCKS,
+        wire.PREFETCH_BLOCKS,
     )
 )
 """Calls that may be made again when the session they were made in has ended."""

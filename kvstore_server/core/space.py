@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NewType
 
 from kvstore.errors import CapacityError
@@ -47,7 +47,7 @@ class SlabSpace:
         self.tenant_count = tenant_count
         self.share_count = slab_count // tenant_count
         """Slabs that each tenant can have whatever the others do."""
-        self._fresh_slabs: list[SlabId] = []
+        self._fresh_slabs: dict[SlabId, None] = {}  # a dict for its order
         self._free_slabs: dict[Tenant, list[SlabId]] = {}
         self._tenant_of_slab: dict[SlabId, Tenant] = {}
         self._slab_counts: dict[Tenant, int] = {}
@@ -67,7 +67,7 @@ class SlabSpace:
         assert self.ready_bytes <= self.capacity_bytes, f"slab {slab} was added twice"
         tenant = self._replacing.pop(slab, None)
         if tenant is None:
-            self._fresh_slabs.append(slab)
+            self._fresh_slabs[slab] = None
         else:
             self._free_slabs.setdefault(tenant, []).append(slab)
 
@@ -147,6 +147,37 @@ class SlabSpace:
             del shelf.open_slabs[slab]
         self.used_bytes += shelf.slot_bytes
         return Place(slab * self.slab_bytes + slot * shelf.slot_bytes)
+
+    def restore(self, namespace_id: ScopedId, places: Sequence[Place]) -> list[bool]:
+        """Takes places as they were before a restart, with one holder each; says of each whether it could be taken.
+
+        It cannot when it is misaligned or was given before, or when its slab is not in service or in use already.
+        """
+        shelf, slab_bytes = self._shelves[namespace_id], self.slab_bytes
+        slots_of: dict[SlabId, set[int]] = {}
+        is_taken: list[bool] = []
+        for place in places:
+            slab = SlabId(place // slab_bytes)
+            slot, rest_bytes = divmod(place % slab_bytes, shelf.slot_bytes)
+            slots = slots_of.get(slab)
+            is_free = slab in self._fresh_slabs if slots is None else slot not in slots
+            is_sound = is_free and not rest_bytes and slot < shelf.slots_per_slab
+            if is_sound:
+                slots_of.setdefault(slab, set()).add(slot)
+            is_taken.append(is_sound)
+        for slab, slots in slots_of.items():
+            self._restore_slab(slab, shelf, slots)
+        return is_taken
+
+    def missing_slab_count(self, counts: Mapping[ScopedId, int]) -> int:
+        """How many more slabs it takes so that so many places of each namespace can be allocated; tenants aside."""
+        needed = 0
+        for namespace_id, count in counts.items():
+            shelf = self._shelves[namespace_id]
+            left = count - sum(shelf.slabs[slab].free_count for slab in shelf.open_slabs)
+            needed += max(-(-left // shelf.slots_per_slab), 0)
+        free = len(self._fresh_slabs) + sum(map(len, self._free_slabs.values()))
+        return max(needed - free, 0)
 
     def retain(self, places: Iterable[Place]) -> None:
         """Adds a holder to each, which has one already; one `release` is owed for each."""
@@ -245,9 +276,25 @@ class SlabSpace:
             return own.pop()
         if not self._fresh_slabs:
             return None
-        slab = self._fresh_slabs.pop()
+        slab, _ = self._fresh_slabs.popitem()
         self._own(slab, tenant)
         return slab
+
+    def _restore_slab(self, slab: SlabId, shelf: _Shelf, slots: set[int]) -> None:
+        del self._fresh_slabs[slab]
+        self._own(slab, shelf.tenant)
+        allocator = SlotAllocator(slot_count=shelf.slots_per_slab)
+        while allocator.allocate() is not None:
+            pass
+        # From the last to the first, so that the first is given out next.
+        for slot in range(shelf.slots_per_slab - 1, -1, -1):
+            if slot not in slots:
+                allocator.release(SlotId(slot))
+        shelf.slabs[slab] = allocator
+        if allocator.free_count:
+            shelf.open_slabs[slab] = None
+        self._shelf_of_slab[slab] = shelf
+        self.used_bytes += len(slots) * shelf.slot_bytes
 
     def _own(self, slab: SlabId, tenant: Tenant) -> None:
         self._tenant_of_slab[slab] = tenant

@@ -7,9 +7,9 @@ they go by the slots' headers, which change here in the same breath as what they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import repeat, takewhile
 from math import inf
 from typing import NamedTuple, Protocol
 
@@ -18,6 +18,7 @@ from kvstore.errors import CapacityError, LayoutMismatchError, NamespaceUnknownE
 from kvstore.eviction import LeafLru, Watermarks
 from kvstore.exact import exact_envelopes
 from kvstore.keys import BlockHash
+from kvstore.layout import DTYPE_BYTES
 from kvstore.messages import (
     BlockState,
     CommitState,
@@ -42,6 +43,19 @@ _REFUSAL_COUNT_MAX = 4096
 """Blocks of other namespaces that a search for one's own coldest passes over: some 12 ms, once per request."""
 _EVICTION_COUNT_MAX = 1024
 """Blocks that one call evicts, some 15 ms; an eviction goes on with the next call, or the next sweep."""
+_UNDEMOTED_COUNT_MAX = 128
+"""Blocks that only memory has which a search for others passes over, some 1 ms: it is done once per place."""
+_LOSS_COUNT_MAX = 64
+"""Blocks lost at once when only such are left: the next so many places are free without another search."""
+_DEPARTING_BYTES_MAX = 64 << 20
+"""Of blocks on their way down, unless told otherwise: what a disk of 1 GB/s writes in 64 ms."""
+
+PROMOTER = OwnerId(b"kvstore promoter")
+"""Whose the reservations of blocks are that come from the lower tier."""
+_NO_RESERVATION_ID = ReservationId(0)
+"""Of a reservation that no client can name."""
+_PROMOTED_USE_COUNT = 1
+"""It was used once before it came here, and is promoted because it is used again."""
 
 
 _SHOWN_NAME_MAX = 128
@@ -53,6 +67,11 @@ _IN_SLOT_PATHS = frozenset({TransferPath.SLAB, TransferPath.NIXL})
 # Of a byte that says whether a block is stored: what a lookup answers.
 _STATE_OF_IS_STORED = bytes([BlockState.MISS, BlockState.HIT]) + bytes(254)
 _TIER_OF_IS_STORED = bytes([0, Tier.MEMORY]) + bytes(254)
+_HIT_BYTE = bytes([BlockState.HIT])
+
+
+def _anything(_: object) -> bool:
+    return True
 
 
 class SlotHeaders(Protocol):
@@ -81,6 +100,26 @@ class StoredBlock(NamedTuple):
     generation: Generation
     is_verified: bool
     """Whether the daemon itself has seen the payload match its checksum."""
+
+
+class Departure(NamedTuple):
+    """A block on its way to the lower tier; readable here until `end_departure`."""
+
+    key: BlockKey
+    block: StoredBlock
+    parent_hash: BlockHash | None
+    """As it was claimed; None: the start of a prompt."""
+    use_count: int
+
+
+class LowerTier(Protocol):
+    """What the memory tier asks of the tier below it: plain questions, which are asked often and change nothing."""
+
+    def find(self, key: BlockKey) -> object | None:
+        """Anything but None: the block is there and can be read."""
+
+    def wants(self, key: BlockKey, *, use_count: int, now_s: float) -> bool:
+        """Whether a block that is not there should be written; an answer binds nobody, and is asked for again."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -126,6 +165,12 @@ class Counters:
     pending_count: int = 0
     committed_count: int = 0
     evicted_count: int = 0
+    """Blocks that left memory for want of room, whether or not another tier has them."""
+    departed_count: int = 0
+    """Those of them that were handed to the lower tier."""
+    dropped_undemoted_count: int = 0
+    """Those of them that the lower tier would have taken, had there been time."""
+    promoted_count: int = 0
     expired_reservation_count: int = 0
     stranded_reservation_count: int = 0
     expired_lease_count: int = 0
@@ -156,6 +201,16 @@ class Found(NamedTuple):
     matched_count: int
 
 
+def with_lower_tier(found: Found, is_there: bytes) -> Found:
+    """The same with what the NVMe tier has: a byte per block, 1 when it is there, whoever else has it."""
+    if 1 not in is_there:
+        return found
+    hit, nvme = int(BlockState.HIT), int(Tier.NVME)
+    states = bytes([hit if there else state for state, there in zip(found.states, is_there, strict=True)])
+    tiers = bytes([tier or (there and nvme) for tier, there in zip(found.tiers, is_there, strict=True)])
+    return Found(states, tiers, len(states) - len(states.lstrip(_HIT_BYTE)))
+
+
 @dataclass(slots=True, kw_only=True)
 class _NamespaceEntry:
     namespace: Namespace
@@ -173,10 +228,27 @@ class StoreCore:
     The header of a slot is readable exactly while its block is stored. Each use of a slot has a generation of
     its own. A slot that something may still be written to although its block is given up is stranded: nobody else
     gets it before its writer is done with it (SLAB), or nothing that is on its way can arrive any more (NIXL).
+
+    With a lower tier, what it wants and has not yet departs rather than being dropped: such a block stays stored and
+    readable, but is no candidate any more, and its departure holds its place until it ends.
     """
 
-    def __init__(self, *, space: SlabSpace, watermarks: Watermarks, headers: SlotHeaders) -> None:
+    def __init__(
+        self,
+        *,
+        space: SlabSpace,
+        watermarks: Watermarks,
+        headers: SlotHeaders,
+        lower: LowerTier | None = None,
+        departing_bytes_max: int = _DEPARTING_BYTES_MAX,
+    ) -> None:
         self.space = space
+        self.lower = lower
+        self.departing_bytes_max = departing_bytes_max
+        """Of the slots of blocks that depart at once."""
+        self.departing_bytes = 0
+        self.now_s = 0.0
+        """The newest time that a caller has told."""
         self._headers = headers
         self._last_generation = 0
         self.counters = Counters()
@@ -184,7 +256,10 @@ class StoreCore:
         self._watermarks = watermarks
         self._namespaces: dict[ScopedId, _NamespaceEntry] = {}
         self._recency: LeafLru[BlockKey] = LeafLru(refusal_count_max=_REFUSAL_COUNT_MAX)
+        # Of stored blocks that do not depart.
         self._key_at: dict[Place, BlockKey] = {}
+        self._departing: dict[Place, Departure] = {}
+        self._untaken: dict[Place, Departure] = {}
         self._leases: HoldTable[tuple[Place, ...]] = HoldTable()
         self._reservations: HoldTable[Reservation] = HoldTable()
         self._stranded: HoldTable[Reservation] = HoldTable()
@@ -192,6 +267,8 @@ class StoreCore:
         self._unfenced: list[Reservation] = []
         self._fenced_generation = Generation(0)
         self._committing_count = 0
+        self.promotion_count = 0
+        """Of `reservation_count`, those of blocks that come from the lower tier."""
         self._is_evicting = False
         # Uses of each slab's places beside the index's own: readers, leases, writers. Absent: 0.
         self._use_counts: dict[SlabId, int] = {}
@@ -215,8 +292,16 @@ class StoreCore:
             self._namespaces[namespace_id] = _NamespaceEntry(namespace=namespace, envelopes=exact_envelopes(namespace))
         return slot_bytes
 
+    def namespace_ids(self) -> list[ScopedId]:
+        """Of all that are known."""
+        return list(self._namespaces)
+
     def payload_bytes(self, namespace_id: ScopedId) -> int:
         return self._entry(namespace_id).namespace.block_layout.payload_bytes
+
+    def element_bytes(self, namespace_id: ScopedId) -> int:
+        """Of the payload's elements."""
+        return DTYPE_BYTES[self._entry(namespace_id).namespace.dtype]
 
     def envelopes(self, namespace_id: ScopedId) -> EnvelopeTemplate:
         """What the envelopes of blocks look like that are stored bit for bit."""
@@ -242,6 +327,10 @@ class StoreCore:
                 for state, block_hash in zip(states, hashes, strict=True)
             )
         return Found(states, is_stored.translate(_TIER_OF_IS_STORED), matched_count)
+
+    def stored(self, namespace_id: ScopedId) -> Mapping[BlockHash, StoredBlock]:
+        """All readable blocks of a namespace, as they come and go; not to be changed."""
+        return self._entry(namespace_id).stored
 
     def is_pending(self, namespace_id: ScopedId, block_hash: BlockHash) -> bool:
         return block_hash in self._entry(namespace_id).pending
@@ -339,6 +428,7 @@ class StoreCore:
 
         Once a block finds no place, the rest of the chain is not admitted: it could never be matched.
         """
+        self.now_s = now_s
         entry = self._entry(namespace_id)
         states = bytearray()
         reservations: list[Reservation | None] = []
@@ -368,17 +458,11 @@ class StoreCore:
                 is_cut = True
             else:
                 state = ReserveState.RESERVED
-                reservation = self._begin(
-                    key,
-                    place,
-                    owner_id=owner_id,
-                    path=path,
-                    siblings=siblings,
-                    now_s=now_s,
-                    duration_s=duration_s,
-                )
+                number = ReservationId(self._reservations.next_number)
+                reservation = self._begin(key, place, number=number, owner_id=owner_id, path=path, siblings=siblings)
+                self._reservations.adopt(number, owner_id=owner_id, value=reservation, deadline_s=now_s + duration_s)
                 entry.pending[block_hash] = reservation
-                siblings.append(reservation.id)
+                siblings.append(number)
             states.append(state)
             reservations.append(reservation)
             parent = key
@@ -433,26 +517,7 @@ class StoreCore:
 
         `is_verified` says whether the daemon itself has seen their payloads match their checksums.
         """
-        keys: list[BlockKey] = []
-        places: list[Place] = []
-        for reservation, state in outcomes:
-            self._committing_count -= 1
-            if state is not CommitState.COMMITTED:
-                self.counters.corrupt_on_commit_count += state is CommitState.CORRUPT
-                self._give_up(reservation)
-                continue
-            key, place, generation = reservation.key, reservation.place, reservation.generation
-            entry = self._namespaces[key.namespace_id]
-            del entry.pending[key.block_hash]
-            entry.stored[key.block_hash] = StoredBlock(place, reservation.landed_bytes, generation, is_verified)
-            self._headers.publish_slot(place, generation, is_verified=is_verified)
-            self._key_at[place] = key
-            keys.append(key)
-            places.append(place)
-        self._count_uses(places, -1)
-        self._recency.touch_chain(keys)
-        self._recency.unhold(keys)
-        self.counters.committed_count += len(keys)
+        self.counters.committed_count += self._settle(outcomes, is_verified=is_verified)
 
     def abort_siblings(self, reservation_ids: Iterable[ReservationId], *, owner_id: OwnerId) -> None:
         """Gives these reservations up, and all others of the calls that made them."""
@@ -485,6 +550,7 @@ class StoreCore:
 
     def expire(self, *, now_s: float) -> int:
         """Ends leases and reservations whose time is up; returns how many reservations, which may unblock waiters."""
+        self.now_s = now_s
         for places in self._leases.expire(now_s=now_s):
             self.counters.expired_lease_count += 1
             self._end_use(places)
@@ -505,26 +571,139 @@ class StoreCore:
             self._free(reservation)
 
     def quarantine(self, namespace_id: ScopedId, block_hash: BlockHash, block: StoredBlock) -> None:
-        """Drops a block that did not verify, unless it was replaced meanwhile; readers keep its slot until they end."""
-        if self._entry(namespace_id).stored.get(block_hash) == block:
+        """Drops a block that did not verify, unless it was replaced meanwhile; readers keep its slot until they end.
+
+        One that departs is not handed out any more; if it was already, its slot stays until that departure ends.
+        """
+        if self._entry(namespace_id).stored.get(block_hash) != block:
+            return
+        if block.place not in self._departing:
             self._recency.remove(BlockKey(namespace_id, block_hash))
-            self._drop(BlockKey(namespace_id, block_hash))
-            self.counters.corrupt_in_memory_count += 1
+        self._drop(BlockKey(namespace_id, block_hash))
+        if self._untaken.pop(block.place, None) is not None:
+            self._free_departing(block.place)
+        self.counters.corrupt_in_memory_count += 1
 
     def evict_to_low_watermark(self) -> int:
-        """From above the high mark, drops the coldest leaves down to the low one, some per call; returns how many.
+        """From above the high mark, rids memory of the coldest leaves down to the low one, some per call.
 
-        To be called after commits, when nobody waits for it. A store that is full all the same makes its own room.
+        Returns how many were dropped or depart. To be called after commits and departures, when nobody waits for it:
+        no more departs at once than `departing_bytes_max`, and what it has to leave for that stays until the next
+        call. A store that is full all the same makes its own room.
         """
-        excess_bytes = self._watermarks.excess_bytes(
-            used_bytes=self.space.used_bytes, capacity_bytes=self.space.ready_bytes, is_evicting=self._is_evicting
-        )
-        self._is_evicting = excess_bytes > 0
+        excess_bytes = self._excess_bytes()
         if not excess_bytes:
             return 0
-        if self.space.tenant_count == 1:
-            return self._evict(excess_bytes, count_max=_EVICTION_COUNT_MAX)
-        return self._evict(excess_bytes, count_max=_EVICTION_COUNT_MAX, may_evict=self._is_above_share)
+        may_evict = _anything if self.space.tenant_count == 1 else self._is_above_share
+        if self.lower is None:
+            return self._evict(excess_bytes, count_max=_EVICTION_COUNT_MAX, may_evict=may_evict)
+        return self._evict_or_demote(self.lower, excess_bytes, count_max=_EVICTION_COUNT_MAX, may_evict=may_evict)
+
+    # --- to and from the lower tier
+
+    def take_departures(self) -> list[Departure]:
+        """Blocks that have begun to depart, each once, parents before their children; each owes an `end_departure`."""
+        untaken = {departure.key: departure for departure in reversed(self._untaken.values())}
+        self._untaken.clear()
+        ordered: list[Departure] = []
+        while untaken:
+            chain: list[Departure] = []
+            departure = untaken.pop(next(iter(untaken)), None)
+            while departure is not None:
+                chain.append(departure)
+                parent_hash = departure.parent_hash
+                if parent_hash is None:
+                    break
+                departure = untaken.pop(BlockKey(departure.key.namespace_id, parent_hash), None)
+            ordered.extend(reversed(chain))
+        return ordered
+
+    def end_departure(self, departure: Departure) -> bool:
+        """Drops a block that departs, whatever became of that; readers keep its slot until they end.
+
+        False: it had been quarantined meanwhile, so what was copied from its slot is not to be trusted.
+        """
+        key, block = departure.key, departure.block
+        assert self._departing.get(block.place) is departure, f"{key} does not depart from {block.place}"
+        self._untaken.pop(block.place, None)
+        is_stored = self._entry(key.namespace_id).stored.get(key.block_hash) == block
+        if is_stored:
+            self._drop(key)
+            self.counters.evicted_count += 1
+            self.counters.departed_count += 1
+        self._free_departing(block.place)
+        return is_stored
+
+    def depart_all(self, *, now_s: float) -> int:
+        """Lets every block depart that only memory has and the lower tier wants, held or not; returns how many.
+
+        However many bytes that are: for the end of the daemon, when nobody needs the room.
+        """
+        self.now_s = now_s
+        keys = [key for key in self._key_at.values() if self._is_undemoted(key)]
+        for departure in [self._departure(key) for key in keys]:
+            self._recency.remove(departure.key)
+            self._begin_departure(departure)
+        return len(keys)
+
+    def begin_promotion(
+        self,
+        namespace_id: ScopedId,
+        hashes: Sequence[BlockHash],
+        *,
+        parent_hashes: Sequence[BlockHash | None],
+        now_s: float,
+    ) -> list[Reservation | None]:
+        """Takes a slot for each block, given head first, that comes from the lower tier; each owes an `end_promotion`.
+
+        None: it is stored or pending already, or there was no room for it, as then for all that follow. They are
+        reservations of nobody's that end by no time and no owner, and count as such. A store that drains promotes, too:
+        it serves what it has to the end.
+        """
+        self.now_s = now_s
+        entry = self._entry(namespace_id)
+        chain = [one for pair in zip(parent_hashes, hashes, strict=True) for one in pair if one is not None]
+        # As in `reserve`: room for a chain is not to be made at the cost of its own head.
+        self._touch(namespace_id, list(dict.fromkeys(chain)))
+        reservations: list[Reservation | None] = []
+        is_cut = False
+        for block_hash, parent_hash in zip(hashes, parent_hashes, strict=True):
+            reservation = None
+            if not is_cut and block_hash not in entry.stored and block_hash not in entry.pending:
+                key = BlockKey(namespace_id, block_hash)
+                parent = None if parent_hash is None else BlockKey(namespace_id, parent_hash)
+                place = self._admit(key, parent=parent, use_count=_PROMOTED_USE_COUNT)
+                if place is None:
+                    is_cut = True
+                else:
+                    reservation = self._begin(
+                        key,
+                        place,
+                        number=_NO_RESERVATION_ID,
+                        owner_id=PROMOTER,
+                        path=TransferPath.STREAM,
+                        siblings=[],
+                    )
+                    entry.pending[block_hash] = reservation
+                    # In no table, so that nobody who knows its owner's name can end it.
+                    self._committing_count += 1
+                    self.promotion_count += 1
+            reservations.append(reservation)
+        return reservations
+
+    def end_promotion(self, outcomes: Iterable[tuple[Reservation, int | None]]) -> None:
+        """Makes the blocks readable that have come and were verified, given their sizes with their envelopes in bytes.
+
+        None: it has not come; its slot is free again. Either way it is pending no more.
+        """
+        settled: list[tuple[Reservation, CommitState]] = []
+        for reservation, size_bytes in outcomes:
+            if size_bytes is not None:
+                assert 0 < size_bytes <= reservation.block_bytes_max, f"{reservation.key} has {size_bytes} bytes"
+                reservation.landed_bytes = size_bytes
+            settled.append((reservation, CommitState.INCOMPLETE if size_bytes is None else CommitState.COMMITTED))
+        self.promotion_count -= len(settled)
+        self.counters.promoted_count += self._settle(settled, is_verified=True)
 
     # --- figures
 
@@ -534,7 +713,7 @@ class StoreCore:
 
     @property
     def reservation_count(self) -> int:
-        """Blocks on their way; a stranded one has missed it."""
+        """Blocks on their way, from clients or from the lower tier; a stranded one has missed it."""
         return len(self._reservations) + self._committing_count
 
     @property
@@ -548,7 +727,7 @@ class StoreCore:
 
     @property
     def block_count(self) -> int:
-        return len(self._key_at)
+        return sum(len(entry.stored) for entry in self._namespaces.values())
 
     @property
     def namespace_count(self) -> int:
@@ -576,11 +755,13 @@ class StoreCore:
             for namespace_id, entry in self._namespaces.items()
             for block_hash, block in entry.stored.items()
         }
-        assert {place: key for key, place in stored.items()} == self._key_at, "places and index disagree"
+        staying = {key: place for key, place in stored.items() if place not in self._departing}
+        assert {place: key for key, place in staying.items()} == self._key_at, "places and index disagree"
         pending_count = sum(len(entry.pending) for entry in self._namespaces.values())
-        assert len(self._recency) == len(stored) + pending_count, (
-            f"{len(self._recency)} in recency, {len(stored)} stored, {pending_count} pending"
+        assert len(self._recency) == len(staying) + pending_count, (
+            f"{len(self._recency)} in recency, {len(staying)} stored, {pending_count} pending"
         )
+        self._check_departures()
         generations = [
             generation
             for entry in self._namespaces.values()
@@ -600,11 +781,28 @@ class StoreCore:
             assert hold.generation > self._fenced_generation, f"stranded slot {hold.place} is fenced"
         for slab in self._use_counts:
             assert self.space.taken_places(slab), f"slab {slab} is in use and empty"
-        for key, place in stored.items():
+        for key, place in staying.items():
             assert self._recency.is_held(key) == (self.space.ref_count(place) > 1), f"{key} is wrongly held or not"
             assert key in self._recency, f"{key} cannot be evicted"
+        for key, place in stored.items():
             assert key.block_hash not in self._namespaces[key.namespace_id].pending, f"{key} is stored and pending"
             assert self.space.ref_count(place) >= 1, f"{key} has no place"
+
+    def _check_departures(self) -> None:
+        departing_bytes = 0
+        for place, departure in self._departing.items():
+            key, block = departure.key, departure.block
+            assert block.place == place, f"{key} departs from {block.place}, not from {place}"
+            is_stored = self._namespaces[key.namespace_id].stored.get(key.block_hash) == block
+            assert self.space.ref_count(place) >= 1 + is_stored, f"{key} departs from {place}, which is not held for it"
+            assert self.space.slab_of(place) in self._use_counts, f"{key} departs from a slab that is not in use"
+            assert is_stored or place not in self._untaken, f"{key} is gone and would be handed out"
+            departing_bytes += self.space.slot_bytes(key.namespace_id)
+        assert departing_bytes == self.departing_bytes, (
+            f"departing_bytes {self.departing_bytes}, really {departing_bytes}"
+        )
+        for place, departure in self._untaken.items():
+            assert self._departing.get(place) is departure, f"{departure.key} would be handed out and does not depart"
 
     # --- inside
 
@@ -629,11 +827,11 @@ class StoreCore:
         raise CapacityError(f"{count_max} namespaces hold blocks; allowed: no more than that at once")
 
     def _touch(self, namespace_id: ScopedId, hashes: Sequence[BlockHash]) -> None:
-        self._recency.touch_chain([BlockKey(namespace_id, block_hash) for block_hash in hashes])
+        self._recency.touch_chain(map(BlockKey, repeat(namespace_id), hashes))
 
-    def _admit(self, key: BlockKey, *, parent: BlockKey | None) -> Place | None:
+    def _admit(self, key: BlockKey, *, parent: BlockKey | None, use_count: int = 0) -> Place | None:
         """A place for a block that nobody has yet, which is held from now on; None: there is no room."""
-        self._recency.insert(key, parent=parent)
+        self._recency.insert(key, parent=parent, use_count=use_count)
         self._recency.hold((key,))  # until it is committed
         place = self._take_place(key.namespace_id)
         if place is None:
@@ -647,15 +845,14 @@ class StoreCore:
         key: BlockKey,
         place: Place,
         *,
+        number: ReservationId,
         owner_id: OwnerId,
         path: TransferPath,
         siblings: list[ReservationId],
-        now_s: float,
-        duration_s: float,
     ) -> Reservation:
         self._last_generation += 1
         reservation = Reservation(
-            id=ReservationId(self._reservations.next_number),
+            id=number,
             owner_id=owner_id,
             key=key,
             place=place,
@@ -664,7 +861,6 @@ class StoreCore:
             block_bytes_max=self.space.slot_bytes(key.namespace_id) - SLOT_HEADER_BYTES,
             siblings=siblings,
         )
-        self._reservations.adopt(reservation.id, owner_id=owner_id, value=reservation, deadline_s=now_s + duration_s)
         self._headers.begin_slot(place, reservation.generation)
         return reservation
 
@@ -675,22 +871,51 @@ class StoreCore:
             return place
         if self.space.tenant_count > 1:
             self._claim_foreign_slab(tenant_of(namespace_id))
-        self.evict_to_low_watermark()
-        place = self.space.allocate(namespace_id)
+        count_max = None
+        if self.lower is None:
+            self.evict_to_low_watermark()
+            place = self.space.allocate(namespace_id)
+        else:
+            count_max = _LOSS_COUNT_MAX
+            place = self._take_place_without_loss(namespace_id)
         if place is not None:
             return place
         if not self._claim_slab(namespace_id):
-            # More than one, so that the next ones need not search again.
-            own_count = len(self._entry(namespace_id).stored)
-            goal_bytes = max(own_count // 64, 1) * self.space.slot_bytes(namespace_id)
-            self._evict(goal_bytes, may_evict=lambda key: key.namespace_id == namespace_id)
+            self._evict(
+                self._own_goal_bytes(namespace_id),
+                may_evict=lambda key: key.namespace_id == namespace_id,
+                count_max=count_max,
+            )
         return self.space.allocate(namespace_id)
 
-    def _claim_slab(self, namespace_id: ScopedId) -> bool:
+    def _take_place_without_loss(self, namespace_id: ScopedId) -> Place | None:
+        """A place at the cost of blocks that the lower tier has, or does not want.
+
+        Nothing departs for it: that would free no memory now, and somebody waits.
+        """
+        excess_bytes = self._excess_bytes()
+        if excess_bytes:
+            may_evict = _anything if self.space.tenant_count == 1 else self._is_above_share
+            self._evict_copies(excess_bytes, may_evict=may_evict, count_max=_EVICTION_COUNT_MAX)
+            place = self.space.allocate(namespace_id)
+            if place is not None:
+                return place
+        if not self._claim_slab(namespace_id, is_lossless=True):
+            self._evict_copies(
+                self._own_goal_bytes(namespace_id), may_evict=lambda key: key.namespace_id == namespace_id
+            )
+        return self.space.allocate(namespace_id)
+
+    def _own_goal_bytes(self, namespace_id: ScopedId) -> int:
+        """Of a namespace's own blocks that make room for one: more than one, so that the next need not search again."""
+        own_count = len(self._entry(namespace_id).stored)
+        return max(own_count // 64, 1) * self.space.slot_bytes(namespace_id)
+
+    def _claim_slab(self, namespace_id: ScopedId, *, is_lossless: bool = False) -> bool:
         """When the tenant's coldest block is another namespace's, empties a slab that nobody uses for this one.
 
         This is how space follows demand. Of the coldest block's namespace the emptiest slab goes: eviction has
-        thinned the coldest ones most, and the least is lost.
+        thinned the coldest ones most, and the least is lost. `is_lossless`: only if nothing is lost to the lower tier.
         """
         tenant = tenant_of(namespace_id)
         if self.space.tenant_count == 1:
@@ -706,8 +931,7 @@ class StoreCore:
         ]
         if not unused:
             return False
-        self._empty_slab(min(unused)[-1])
-        return True
+        return self._empty_slab(min(unused)[-1], is_lossless=is_lossless)
 
     def _claim_foreign_slab(self, tenant: Tenant) -> None:
         """Has a slab's memory replaced for a tenant that is out of room: a free one, or one of who has too much.
@@ -727,34 +951,151 @@ class StoreCore:
             self._empty_slab(min(unused)[-1])
             self.space.claim_foreign_slab(tenant)
 
-    def _empty_slab(self, slab: SlabId) -> None:
-        """Evicts all blocks of a slab that nobody uses."""
-        places = self.space.taken_places(slab)
-        for place in places:
-            self._recency.remove(self._key_at[place])
-            self._drop(self._key_at[place])
-        self.counters.evicted_count += len(places)
+    def _empty_slab(self, slab: SlabId, *, is_lossless: bool = False) -> bool:
+        """Evicts all blocks of a slab that nobody uses; `is_lossless`: or none, if one were lost to the lower tier."""
+        keys = [self._key_at[place] for place in self.space.taken_places(slab)]
+        if self.lower is not None:
+            undemoted = filter(self._is_undemoted, keys)
+            if is_lossless and next(undemoted, None) is not None:
+                return False
+            self.counters.dropped_undemoted_count += len(list(undemoted))
+        for key in keys:
+            self._recency.remove(key)
+            self._drop(key)
+        self.counters.evicted_count += len(keys)
+        return True
 
     def _is_above_share(self, key: BlockKey) -> bool:
         return self.space.is_above_share(tenant_of(key.namespace_id))
+
+    def _excess_bytes(self) -> int:
+        """What is to leave beside that which departs already."""
+        excess_bytes = self._watermarks.excess_bytes(
+            used_bytes=self.space.used_bytes - self.departing_bytes,
+            capacity_bytes=self.space.ready_bytes,
+            is_evicting=self._is_evicting,
+        )
+        self._is_evicting = excess_bytes > 0
+        return excess_bytes
 
     def _evict(
         self,
         goal_bytes: int,
         *,
-        may_evict: Callable[[BlockKey], bool] = lambda _: True,
+        may_evict: Callable[[BlockKey], bool | None] = _anything,
         count_max: int | None = None,
     ) -> int:
-        victims = self._recency.pop_coldest(
+        """Drops the coldest leaves, even what the lower tier has not and wants."""
+        lost_count = 0
+
+        def may_drop(key: BlockKey) -> bool | None:
+            nonlocal lost_count
+            verdict = may_evict(key)
+            lost_count += bool(verdict) and self._is_undemoted(key)
+            return verdict
+
+        victims = self._pop_coldest(
+            goal_bytes, may_evict=may_evict if self.lower is None else may_drop, count_max=count_max
+        )
+        for key in victims:
+            self._drop(key)
+        self.counters.evicted_count += len(victims)
+        self.counters.dropped_undemoted_count += lost_count
+        return len(victims)
+
+    def _evict_copies(
+        self, goal_bytes: int, *, may_evict: Callable[[BlockKey], bool], count_max: int | None = None
+    ) -> None:
+        """Drops the coldest leaves that the lower tier has or does not want, among the coldest of all."""
+        undemoted_count = 0
+
+        def may_drop(key: BlockKey) -> bool | None:
+            nonlocal undemoted_count
+            if not may_evict(key):
+                return False
+            if not self._is_undemoted(key):
+                return True
+            undemoted_count += 1
+            return False if undemoted_count < _UNDEMOTED_COUNT_MAX else None
+
+        victims = self._pop_coldest(goal_bytes, may_evict=may_drop, count_max=count_max)
+        for key in victims:
+            self._drop(key)
+        self.counters.evicted_count += len(victims)
+
+    def _evict_or_demote(
+        self, lower: LowerTier, goal_bytes: int, *, may_evict: Callable[[BlockKey], bool], count_max: int
+    ) -> int:
+        """As `_evict`, but what the lower tier has not and wants departs. Ends where too much departs already."""
+        room_bytes = self.departing_bytes_max - self.departing_bytes
+        departures: dict[BlockKey, Departure] = {}
+
+        def may_leave(key: BlockKey) -> bool | None:
+            nonlocal room_bytes
+            if not may_evict(key):
+                return False
+            if lower.find(key) is not None:
+                return True
+            slot_bytes = self.space.slot_bytes(key.namespace_id)
+            if slot_bytes > room_bytes:
+                return None
+            if lower.wants(key, use_count=self._recency.use_count(key), now_s=self.now_s):
+                room_bytes -= slot_bytes
+                departures[key] = self._departure(key)
+            return True
+
+        victims = self._pop_coldest(goal_bytes, may_evict=may_leave, count_max=count_max)
+        for key in victims:
+            departure = departures.get(key)
+            if departure is None:
+                self._drop(key)
+            else:
+                self._begin_departure(departure)
+        self.counters.evicted_count += len(victims) - len(departures)
+        return len(victims)
+
+    def _pop_coldest(
+        self, goal_bytes: int, *, may_evict: Callable[[BlockKey], bool | None], count_max: int | None
+    ) -> list[BlockKey]:
+        return self._recency.pop_coldest(
             goal_bytes=goal_bytes,
             size_bytes_of=lambda key: self.space.slot_bytes(key.namespace_id),
             may_evict=may_evict,
             count_max=count_max,
         )
-        for key in victims:
-            self._drop(key)
-        self.counters.evicted_count += len(victims)
-        return len(victims)
+
+    def _is_undemoted(self, key: BlockKey) -> bool:
+        """Whether the lower tier would lose something with this block: it has it not, and wants it."""
+        lower = self.lower
+        return (
+            lower is not None
+            and lower.find(key) is None
+            and lower.wants(key, use_count=self._recency.use_count(key), now_s=self.now_s)
+        )
+
+    def _departure(self, key: BlockKey) -> Departure:
+        parent = self._recency.parent_of(key)
+        return Departure(
+            key=key,
+            block=self._namespaces[key.namespace_id].stored[key.block_hash],
+            parent_hash=None if parent is None else parent.block_hash,
+            use_count=self._recency.use_count(key),
+        )
+
+    def _begin_departure(self, departure: Departure) -> None:
+        """Of a block that is out of recency already."""
+        place = departure.block.place
+        del self._key_at[place]
+        self.space.retain((place,))
+        self._count_uses((place,), +1)
+        self._departing[place] = self._untaken[place] = departure
+        self.departing_bytes += self.space.slot_bytes(departure.key.namespace_id)
+
+    def _free_departing(self, place: Place) -> None:
+        departure = self._departing.pop(place)
+        self.departing_bytes -= self.space.slot_bytes(departure.key.namespace_id)
+        self._count_uses((place,), -1)
+        self.space.release(place)
 
     def _use(self, places: Sequence[Place]) -> list[BlockKey]:
         """Holds places for somebody beside the index, and returns the blocks there; owes one `_end_use` of each."""
@@ -771,14 +1112,14 @@ class StoreCore:
             self.space.release(place)
 
     def _lease(self, blocks: Sequence[StoredBlock], *, owner_id: OwnerId, now_s: float, duration_s: float) -> LeaseId:
+        self.now_s = now_s
         places = tuple([block.place for block in blocks])
         self._recency.touch_chain(self._use(places))
         return LeaseId(self._leases.grant(owner_id=owner_id, value=places, now_s=now_s, duration_s=duration_s))
 
     def _keys_at(self, places: Sequence[Place]) -> list[BlockKey]:
-        """The stored blocks at these places; there is none where it is still to come, or was quarantined meanwhile."""
-        key_at = self._key_at
-        return [key_at[place] for place in places if place in key_at]
+        """The stored blocks at these places; there is none where it is still to come, departs, or was quarantined."""
+        return list(filter(None, map(self._key_at.get, places)))
 
     def _count_uses(self, places: Sequence[Place], change: int) -> None:
         counts, slab_bytes = self._use_counts, self.space.slab_bytes
@@ -794,8 +1135,31 @@ class StoreCore:
     def _drop(self, key: BlockKey) -> None:
         block = self._namespaces[key.namespace_id].stored.pop(key.block_hash)
         self._headers.clear_slot(block.place)
-        del self._key_at[block.place]
+        self._key_at.pop(block.place, None)  # a block that departs is not there
         self.space.release(block.place)
+
+    def _settle(self, outcomes: Iterable[tuple[Reservation, CommitState]], *, is_verified: bool) -> int:
+        """What `end_commits` does; returns how many blocks are readable now."""
+        keys: list[BlockKey] = []
+        places: list[Place] = []
+        for reservation, state in outcomes:
+            self._committing_count -= 1
+            if state is not CommitState.COMMITTED:
+                self.counters.corrupt_on_commit_count += state is CommitState.CORRUPT
+                self._give_up(reservation)
+                continue
+            key, place, generation = reservation.key, reservation.place, reservation.generation
+            entry = self._namespaces[key.namespace_id]
+            del entry.pending[key.block_hash]
+            entry.stored[key.block_hash] = StoredBlock(place, reservation.landed_bytes, generation, is_verified)
+            self._headers.publish_slot(place, generation, is_verified=is_verified)
+            self._key_at[place] = key
+            keys.append(key)
+            places.append(place)
+        self._count_uses(places, -1)
+        self._recency.touch_chain(keys)
+        self._recency.unhold(keys)
+        return len(keys)
 
     def _give_up(self, reservation: Reservation) -> None:
         """Its writer is done with the slot, or no more."""

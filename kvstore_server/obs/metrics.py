@@ -13,11 +13,14 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from kvstore import __version__
 from kvstore_client.logs import dropped_line_count
+from kvstore_server.core.disk_health import DiskFault
 from kvstore_server.core.in_flight import InFlight
 from kvstore_server.core.store import StoreCore
+from kvstore_server.nvme.figures import STATES, NvmeFigures
 from kvstore_server.shm.arenas import Arenas
 
 Labels = dict[str, str]
+Samples = list[tuple[Labels, float]]
 
 
 class Attached(Protocol):
@@ -37,6 +40,8 @@ class Observed(NamedTuple):
     arenas: Arenas
     in_flight: InFlight
     slab: Attached
+    nvme: Callable[[], NvmeFigures | None] = lambda: None
+    """Called once per scrape, from the scraping thread; None: there is no NVMe tier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +52,29 @@ class MetricSpec:
     kind: type[CounterMetricFamily] | type[GaugeMetricFamily]
     help: str
     labels: tuple[str, ...] = ()
-    samples: Callable[[Observed], list[tuple[Labels, float]]]
+    samples: Callable[[Observed], Samples]
 
 
-def _one(read: Callable[[Observed], float], **labels: str) -> Callable[[Observed], list[tuple[Labels, float]]]:
+def _one(read: Callable[[Observed], float], **labels: str) -> Callable[[Observed], Samples]:
     return lambda store: [(labels, read(store))]
+
+
+def _nvme(read: Callable[[NvmeFigures], Samples]) -> Callable[[Observed], Samples]:
+    """No samples where there is no NVMe tier."""
+
+    def samples(store: Observed) -> Samples:
+        figures = store.nvme()
+        return [] if figures is None else read(figures)
+
+    return samples
+
+
+def _one_nvme(read: Callable[[NvmeFigures], float], **labels: str) -> Callable[[Observed], Samples]:
+    return _nvme(lambda figures: [(labels, read(figures))])
+
+
+def _both(first: Callable[[Observed], Samples], second: Callable[[Observed], Samples]) -> Callable[[Observed], Samples]:
+    return lambda store: first(store) + second(store)
 
 
 SPECS: tuple[MetricSpec, ...] = (
@@ -60,7 +83,10 @@ SPECS: tuple[MetricSpec, ...] = (
         kind=GaugeMetricFamily,
         help="Hard cap of a tier.",
         labels=("tier",),
-        samples=_one(lambda store: store.core.space.capacity_bytes, tier="memory"),
+        samples=_both(
+            _one(lambda store: store.core.space.capacity_bytes, tier="memory"),
+            _one_nvme(lambda nvme: nvme.capacity_bytes, tier="nvme"),
+        ),
     ),
     MetricSpec(
         name="kvstore_store_ready_bytes",
@@ -74,14 +100,20 @@ SPECS: tuple[MetricSpec, ...] = (
         kind=GaugeMetricFamily,
         help="Bytes of slots that hold blocks or reservations.",
         labels=("tier",),
-        samples=_one(lambda store: store.core.space.used_bytes, tier="memory"),
+        samples=_both(
+            _one(lambda store: store.core.space.used_bytes, tier="memory"),
+            _one_nvme(lambda nvme: nvme.used_bytes, tier="nvme"),
+        ),
     ),
     MetricSpec(
         name="kvstore_store_blocks",
         kind=GaugeMetricFamily,
         help="Readable blocks.",
         labels=("tier",),
-        samples=_one(lambda store: store.core.block_count, tier="memory"),
+        samples=_both(
+            _one(lambda store: store.core.block_count, tier="memory"),
+            _one_nvme(lambda nvme: nvme.block_count, tier="nvme"),
+        ),
     ),
     MetricSpec(
         name="kvstore_store_leases",
@@ -177,7 +209,10 @@ SPECS: tuple[MetricSpec, ...] = (
         kind=CounterMetricFamily,
         help="Blocks that left a tier to make room.",
         labels=("tier",),
-        samples=_one(lambda store: store.core.counters.evicted_count, tier="memory"),
+        samples=_both(
+            _one(lambda store: store.core.counters.evicted_count, tier="memory"),
+            _one_nvme(lambda nvme: nvme.evicted_count, tier="nvme"),
+        ),
     ),
     MetricSpec(
         name="kvstore_store_refused_blocks_total",
@@ -205,10 +240,13 @@ SPECS: tuple[MetricSpec, ...] = (
         kind=CounterMetricFamily,
         help="Blocks that did not verify and were dropped, by the hop that was checked.",
         labels=("hop",),
-        samples=lambda store: [
-            ({"hop": "commit"}, store.core.counters.corrupt_on_commit_count),
-            ({"hop": "memory"}, store.core.counters.corrupt_in_memory_count),
-        ],
+        samples=_both(
+            lambda store: [
+                ({"hop": "commit"}, store.core.counters.corrupt_on_commit_count),
+                ({"hop": "memory"}, store.core.counters.corrupt_in_memory_count),
+            ],
+            _one_nvme(lambda nvme: nvme.corrupt_count, hop="nvme"),
+        ),
     ),
     MetricSpec(
         name="kvstore_store_read_bytes_total",
@@ -228,6 +266,166 @@ SPECS: tuple[MetricSpec, ...] = (
         help="Log lines that could not be written: nobody reads stderr, or its disk is full.",
         samples=_one(lambda _: dropped_line_count()),
     ),
+    MetricSpec(
+        name="kvstore_nvme_state",
+        kind=GaugeMetricFamily,
+        help="1 for the state that the NVMe tier is in, ok, degraded or recovering, and 0 for the others; "
+        "the log says why.",
+        labels=("state",),
+        samples=_nvme(lambda nvme: [({"state": state}, state == nvme.state) for state in STATES]),
+    ),
+    MetricSpec(
+        name="kvstore_nvme_direct",
+        kind=GaugeMetricFamily,
+        help="1 where blocks bypass the page cache (O_DIRECT), 0 where the file system cannot: several times slower.",
+        samples=_one_nvme(lambda nvme: nvme.is_direct),
+    ),
+    MetricSpec(
+        name="kvstore_nvme_disk_bytes",
+        kind=GaugeMetricFamily,
+        help="What segments and index take on disk; never above the tier's cap.",
+        samples=_one_nvme(lambda nvme: nvme.disk_bytes),
+    ),
+    MetricSpec(
+        name="kvstore_nvme_segments",
+        kind=GaugeMetricFamily,
+        help="Segment files that have been made.",
+        samples=_one_nvme(lambda nvme: nvme.segment_count),
+    ),
+    MetricSpec(
+        name="kvstore_nvme_segments_max",
+        kind=GaugeMetricFamily,
+        help="Segment files that fit under the cap.",
+        samples=_one_nvme(lambda nvme: nvme.segment_count_max),
+    ),
+    MetricSpec(
+        name="kvstore_nvme_queue_bytes",
+        kind=GaugeMetricFamily,
+        help="Memory of blocks that are on their way to the disk.",
+        samples=_one_nvme(lambda nvme: nvme.queue_bytes),
+    ),
+    MetricSpec(
+        name="kvstore_nvme_hit_blocks_total",
+        kind=CounterMetricFamily,
+        help="Blocks asked for that memory did not have and the disk did.",
+        samples=_one_nvme(lambda nvme: nvme.hit_count),
+    ),
+    MetricSpec(
+        name="kvstore_nvme_moved_blocks_total",
+        kind=CounterMetricFamily,
+        help="Blocks that were demoted to the disk or promoted from it.",
+        labels=("direction",),
+        samples=_nvme(
+            lambda nvme: [
+                ({"direction": "demoted"}, nvme.demoted_count),
+                ({"direction": "promoted"}, nvme.promoted_count),
+            ]
+        ),
+    ),
+    MetricSpec(
+        name="kvstore_nvme_moved_bytes_total",
+        kind=CounterMetricFamily,
+        help="Bytes of the blocks that were demoted or promoted.",
+        labels=("direction",),
+        samples=_nvme(
+            lambda nvme: [
+                ({"direction": "demoted"}, nvme.demoted_bytes),
+                ({"direction": "promoted"}, nvme.promoted_bytes),
+            ]
+        ),
+    ),
+    MetricSpec(
+        name="kvstore_nvme_undemoted_blocks_total",
+        kind=CounterMetricFamily,
+        help="Blocks that were to go to the disk and were dropped: too many were on their way, or writing failed.",
+        samples=_one_nvme(lambda nvme: nvme.undemoted_count),
+    ),
+    MetricSpec(
+        name="kvstore_nvme_dropped_blocks_total",
+        kind=CounterMetricFamily,
+        help="Blocks that memory evicted and the disk did not take, by reason; docs/nvme.md lists them.",
+        labels=("reason",),
+        samples=_nvme(
+            lambda nvme: [({"reason": reason}, count) for reason, count in sorted(nvme.dropped_counts.items())]
+        ),
+    ),
+    MetricSpec(
+        name="kvstore_nvme_faults_total",
+        kind=CounterMetricFamily,
+        help="Faults of the device, the folder or the index, by kind; docs/nvme.md says of each what to do.",
+        labels=("fault",),
+        samples=_nvme(
+            lambda nvme: [({"fault": fault.value}, nvme.fault_counts.get(fault.value, 0)) for fault in DiskFault]
+        ),
+    ),
+    MetricSpec(
+        name="kvstore_nvme_device_bytes_total",
+        kind=CounterMetricFamily,
+        help="Bytes read from the device and written to it: blocks, their padding to whole pages and segment headers; "
+        "without the index.",
+        labels=("direction",),
+        samples=_nvme(
+            lambda nvme: [
+                ({"direction": "read"}, nvme.device_read_bytes),
+                ({"direction": "written"}, nvme.device_written_bytes),
+            ]
+        ),
+    ),
+    MetricSpec(
+        name="kvstore_nvme_payload_written_bytes_total",
+        kind=CounterMetricFamily,
+        help="Bytes of blocks written to the device, as stored, compressed or not.",
+        samples=_one_nvme(lambda nvme: nvme.payload_written_bytes),
+    ),
+    MetricSpec(
+        name="kvstore_nvme_write_amplification",
+        kind=GaugeMetricFamily,
+        help="Bytes written to the device for each byte of a block since the start; 1 is the least there can be.",
+        samples=_one_nvme(lambda nvme: nvme.write_amplification),
+    ),
+    MetricSpec(
+        name="kvstore_nvme_read_latency_seconds",
+        kind=GaugeMetricFamily,
+        help="What a read of the disk is taken to cost whatever its size, by those so far; with the rate below it "
+        "decides what a lookup that names a recompute cost is offered.",
+        samples=_one_nvme(lambda nvme: nvme.read_latency_s),
+    ),
+    MetricSpec(
+        name="kvstore_nvme_read_bytes_per_second",
+        kind=GaugeMetricFamily,
+        help="Rate at which blocks are taken to come from the disk, by the reads so far.",
+        samples=_one_nvme(lambda nvme: nvme.read_bytes_per_s),
+    ),
+    MetricSpec(
+        name="kvstore_nvme_prefetch_blocks_total",
+        kind=CounterMetricFamily,
+        help="Blocks of prefetches that were started, or refused because too much was under way.",
+        labels=("outcome",),
+        samples=_nvme(
+            lambda nvme: [
+                ({"outcome": "started"}, nvme.prefetch_started_count),
+                ({"outcome": "refused"}, nvme.prefetch_refused_count),
+            ]
+        ),
+    ),
+    MetricSpec(
+        name="kvstore_nvme_recovery_seconds",
+        kind=GaugeMetricFamily,
+        help="From the tier's start until its blocks could be found; depends on their number, not on their bytes.",
+        samples=_one_nvme(lambda nvme: nvme.recovery_s),
+    ),
+    MetricSpec(
+        name="kvstore_nvme_recovered_blocks",
+        kind=GaugeMetricFamily,
+        help="Index records at the last start, by whether they name a place where a block can be.",
+        labels=("outcome",),
+        samples=_nvme(
+            lambda nvme: [
+                ({"outcome": "kept"}, nvme.recovered_count),
+                ({"outcome": "refused"}, nvme.refused_record_count),
+            ]
+        ),
+    ),
 )
 
 
@@ -239,11 +437,14 @@ class StoreCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield InfoMetricFamily("kvstore_store_build", "Version of the daemon.", value={"version": __version__})
+        nvme = self._store.nvme()
+        store = self._store._replace(nvme=lambda: nvme)
         for spec in SPECS:
             family = spec.kind(spec.name, spec.help, labels=spec.labels)
-            for labels, value in spec.samples(self._store):
+            for labels, value in spec.samples(store):
                 family.add_metric([labels[name] for name in spec.labels], value)
-            yield family
+            if family.samples:
+                yield family
 
 
 class MetricsServer:

@@ -94,6 +94,7 @@ class GrpcServer:
             (wire.RELEASE_LEASES, service.release_leases),
             (wire.VERIFY_BLOCKS, service.verify_blocks),
             (wire.COUNT_READS, service.count_reads),
+            (wire.PREFETCH_BLOCKS, service.prefetch_blocks),
             (wire.RESERVE_BLOCKS, service.reserve_blocks),
             (wire.COMMIT_BLOCKS, service.commit_blocks),
             (wire.ABORT_RESERVATIONS, service.abort_reservations),

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from kvstore import PROTOCOL_VERSION, __version__
 from kvstore import messages as m
@@ -22,30 +22,50 @@ from kvstore.keys import HASH_BYTES, BlockHash, split_hashes
 from kvstore.messages import (
     BlockState,
     CommitState,
+    CutReason,
     Epoch,
     LeaseId,
+    NvmeState,
+    NvmeStats,
     OwnerId,
     ReservationId,
     Ticket,
+    Tier,
     TransferPath,
 )
 from kvstore.slab import encode_slot_header, encode_slot_records
 from kvstore_server.core.in_flight import InFlight
 from kvstore_server.core.space import Place
-from kvstore_server.core.store import BlockKey, Found, Reservation, StoreCore
+from kvstore_server.core.store import BlockKey, Found, Reservation, StoreCore, with_lower_tier
 from kvstore_server.core.tenants import ScopedId, namespace_of, scoped
 from kvstore_server.core.verdict import is_cut_off, verdict
+from kvstore_server.nvme.figures import NvmeFigures
+from kvstore_server.nvme.promotion import Prefetched
+from kvstore_server.nvme.tier import NvmeTier
 from kvstore_server.rpc.caller import Caller, client_of
 from kvstore_server.shm.arenas import Arenas
 
 INLINE_BYTES_MAX = 32 << 10
 """Up to here a copy on the loop is cheaper than handing it to a thread."""
+READ_AHEAD_BYTES = 32 << 20
+"""Of slots of a stream that are brought from a slower tier at a time, while as many before them are sent."""
 
 
 _NOBODY = OwnerId(b"")
 """Holds nothing."""
 
+# Of a byte that says in which tier a block is: whether it has to be brought into memory first.
+_IS_SLOW = bytes(tier == Tier.NVME for tier in range(256))
+
 _Result = TypeVar("_Result")
+
+
+class _Prefix(NamedTuple):
+    """What an answer says of the leading hits."""
+
+    matched_count: int
+    left_out_count: int = 0
+    cut_reason: CutReason = CutReason.NONE
 
 
 class TicketIssuer(Protocol):
@@ -88,8 +108,11 @@ class StoreService:
         in_flight: InFlight,
         transfers: TicketIssuer | None = None,
         inline_bytes_max: int = INLINE_BYTES_MAX,
+        read_ahead_bytes: int = READ_AHEAD_BYTES,
     ) -> None:
         self.endpoints = Endpoints()
+        self.nvme: NvmeTier | None = None
+        """What is below memory, once it is open."""
         self._core = core
         self._arenas = arenas
         self._in_flight = in_flight
@@ -97,6 +120,7 @@ class StoreService:
         self._epoch = epoch
         self._copy_pool = copy_pool
         self._inline_bytes_max = inline_bytes_max
+        self._read_ahead_bytes = read_ahead_bytes
         self._clock = clock
         self._started_s = clock()
         self._unbroken_tasks: set[asyncio.Task[object]] = set()
@@ -146,21 +170,32 @@ class StoreService:
             + counters.refused_overloaded_count,
             uptime_s=self._clock() - self._started_s,
             namespaces=namespaces,
+            nvme=None if self.nvme is None else _nvme_stats(self.nvme.figures()),
         )
 
     async def open_namespace(self, request: m.OpenNamespaceRequest, caller: Caller) -> m.OpenNamespaceResponse:
         slot_bytes = self._core.open_namespace(
             request.namespace, payload_bytes=request.payload_bytes, tenant=caller.tenant
         )
+        if self.nvme is not None:
+            self.nvme.open(scoped(caller.tenant, request.namespace.id))
         return m.OpenNamespaceResponse(namespace_id=request.namespace.id, epoch=self._epoch, slot_bytes=slot_bytes)
 
     # --- reading
 
     async def lookup_blocks(self, request: m.LookupBlocksRequest, caller: Caller) -> m.LookupBlocksResponse:
+        namespace_id = scoped(caller.tenant, request.namespace_id)
         hashes = _hashes(request.block_hashes)
-        found = await self._find(scoped(caller.tenant, request.namespace_id), hashes, wait_s=request.wait_s)
+        recompute_s = _recompute(request.recompute_s_per_block)
+        found = await self._find(namespace_id, hashes, wait_s=request.wait_s)
+        prefix = self._prefix(namespace_id, hashes, found, recompute_s_per_block=recompute_s)
         return m.LookupBlocksResponse(
-            matched_count=found.matched_count, block_states=found.states, tiers=found.tiers, epoch=self._epoch
+            matched_count=prefix.matched_count,
+            block_states=found.states,
+            tiers=found.tiers,
+            epoch=self._epoch,
+            left_out_count=prefix.left_out_count,
+            cut_reason=prefix.cut_reason,
         )
 
     async def acquire_prefix(self, request: m.AcquirePrefixRequest, caller: Caller) -> m.AcquirePrefixResponse:
@@ -168,21 +203,43 @@ class StoreService:
         hashes = _hashes(request.block_hashes)
         owner_id = self._new_holder(request.owner_id, caller)
         lease_s = _duration("lease_duration", request.lease_s, max_s=m.LEASE_S_MAX)
+        recompute_s = _recompute(request.recompute_s_per_block)
         found = await self._find(namespace_id, hashes, wait_s=request.wait_s)
+        prefix = self._prefix(namespace_id, hashes, found, recompute_s_per_block=recompute_s)
+        if Tier.NVME in found.tiers[: prefix.matched_count]:
+            prefix = await self._bring_prefix(namespace_id, hashes, prefix)
         # No await between finding and leasing: nothing can leave in between.
         lease_id = self._core.lease(
             namespace_id,
-            hashes[: found.matched_count],
+            hashes[: prefix.matched_count],
             owner_id=owner_id,
             now_s=self._clock(),
             duration_s=lease_s,
         )
         return m.AcquirePrefixResponse(
-            matched_count=found.matched_count,
+            matched_count=prefix.matched_count,
             block_states=found.states,
             tiers=found.tiers,
             epoch=self._epoch,
             lease_id=lease_id,
+            left_out_count=prefix.left_out_count,
+            cut_reason=prefix.cut_reason,
+        )
+
+    async def prefetch_blocks(self, request: m.PrefetchBlocksRequest, caller: Caller) -> m.PrefetchBlocksResponse:
+        namespace_id = scoped(caller.tenant, request.namespace_id)
+        hashes = _hashes(request.block_hashes)
+        if self.nvme is not None:
+            begun = self.nvme.prefetch(namespace_id, hashes, budget_bytes=request.budget_bytes)
+        else:
+            in_memory_count = self._core.lookup(namespace_id, hashes).states.count(BlockState.HIT)
+            begun = Prefetched(in_memory_count, 0, 0, len(hashes) - in_memory_count)
+        return m.PrefetchBlocksResponse(
+            in_memory_count=begun.in_memory_count,
+            started_count=begun.started_count,
+            refused_count=begun.refused_count,
+            missing_count=begun.missing_count,
+            epoch=self._epoch,
         )
 
     async def renew_leases(self, request: m.RenewLeasesRequest, caller: Caller) -> m.RenewLeasesResponse:
@@ -208,15 +265,14 @@ class StoreService:
         namespace_id = scoped(caller.tenant, request.namespace_id)
         hashes = _hashes(request.block_hashes)
         owner_id = self._new_holder(request.owner_id, caller)
+        lease_s = _duration("lease_duration", request.lease_s, max_s=m.LEASE_S_MAX)
         if request.path is TransferPath.STREAM:
             raise InvalidArgumentError.of("path", "STREAM", "SLAB, BULK or NIXL; ReadBlocks needs no lease")
         self._check_path(request.path, owner_id, caller, is_write=False)
+        if self.nvme is not None:
+            await self.nvme.bring(namespace_id, hashes)
         leased = self._core.lease_stored(
-            namespace_id,
-            hashes,
-            owner_id=owner_id,
-            now_s=self._clock(),
-            duration_s=_duration("lease_duration", request.lease_s, max_s=m.LEASE_S_MAX),
+            namespace_id, hashes, owner_id=owner_id, now_s=self._clock(), duration_s=lease_s
         )
         slots = ticket = b""
         if request.path is not TransferPath.BULK:
@@ -236,7 +292,12 @@ class StoreService:
         namespace_id = scoped(caller.tenant, request.namespace_id)
         hashes = _hashes(request.block_hashes)
         self._core.touch(namespace_id, hashes)
+        window_count = max(self._read_ahead_bytes // self._core.space.slot_bytes(namespace_id), 1)
         for index, block_hash in enumerate(hashes):
+            if self.nvme is not None and index % window_count == 0:
+                await self.nvme.bring(namespace_id, hashes[index : index + window_count])
+                # Those behind them come while these are sent.
+                self.nvme.start(namespace_id, hashes[index + window_count : index + 2 * window_count])
             block = self._core.begin_read(namespace_id, block_hash)
             if block is None:
                 self._core.counters.unsent_count += 1
@@ -386,15 +447,28 @@ class StoreService:
         self._settled.set()
         self._settled = asyncio.Event()
         # Later, when whoever has committed it has his answer: evicting takes as long as committing.
-        asyncio.get_running_loop().call_soon(self._core.evict_to_low_watermark)
+        asyncio.get_running_loop().call_soon(self._evict)
 
     def sweep(self) -> None:
         """Ends what has expired; to be called every so often."""
         if self._core.expire(now_s=self._clock()):
             self.wake_waiters()
-        self._core.evict_to_low_watermark()
+        self._evict()
 
     # --- inside
+
+    def _evict(self) -> None:
+        self._core.evict_to_low_watermark()
+        if self.nvme is not None:
+            self.nvme.wake()
+
+    def _look(self, namespace_id: ScopedId, hashes: list[BlockHash]) -> Found:
+        """What is in memory or can be brought there."""
+        found = self._core.lookup(namespace_id, hashes)
+        if self.nvme is None or found.matched_count == len(hashes):
+            return found
+        on_disk = self.nvme.stored(namespace_id)
+        return with_lower_tier(found, bytes(map(on_disk.__contains__, hashes))) if on_disk else found
 
     async def _find(self, namespace_id: ScopedId, hashes: list[BlockHash], *, wait_s: float) -> Found:
         """A lookup that waits, for so long, while the block behind its matched prefix is pending."""
@@ -403,11 +477,13 @@ class StoreService:
         deadline_s = self._clock() + wait_s
         while True:
             settled = self._settled
-            found = self._core.lookup(namespace_id, hashes)
+            found = self._look(namespace_id, hashes)
             left_s = deadline_s - self._clock()
             is_blocked = found.matched_count < len(hashes) and found.states[found.matched_count] == BlockState.PENDING
             if not is_blocked or left_s <= 0:
                 self._core.count_lookup(found)
+                if self.nvme is not None:
+                    self.nvme.count_hits(found.tiers.count(Tier.NVME))
                 return found
             try:
                 async with asyncio.timeout(left_s):
@@ -417,6 +493,38 @@ class StoreService:
                         await self._settled.wait()
             except TimeoutError:
                 continue  # one last look
+
+    def _prefix(
+        self, namespace_id: ScopedId, hashes: list[BlockHash], found: Found, *, recompute_s_per_block: float
+    ) -> _Prefix:
+        """Leaves out what comes later than recomputing it takes, and what is on a disk that is not to be read."""
+        matched_count = found.matched_count
+        if self.nvme is None:
+            return _Prefix(matched_count)
+        if not self.nvme.may_read():
+            left_out_count = self.nvme.unreadable_count(namespace_id, hashes[matched_count:])
+            reason = CutReason.TIER_UNAVAILABLE if left_out_count else CutReason.NONE
+            return _Prefix(matched_count, left_out_count, reason)
+        is_slow = found.tiers[:matched_count].translate(_IS_SLOW)
+        if not recompute_s_per_block or 1 not in is_slow:
+            return _Prefix(matched_count)
+        worth_count = self.nvme.worth(
+            is_slow,
+            block_bytes=self._core.space.slot_bytes(namespace_id),
+            recompute_s_per_block=recompute_s_per_block,
+        )
+        left_out_count = matched_count - worth_count
+        return _Prefix(worth_count, left_out_count, CutReason.TOO_SLOW if left_out_count else CutReason.NONE)
+
+    async def _bring_prefix(self, namespace_id: ScopedId, hashes: list[BlockHash], prefix: _Prefix) -> _Prefix:
+        """Brings what of it is only on the disk, as far as that can be, and leaves out the rest."""
+        assert self.nvme is not None, "nobody else finds a block on a disk"
+        wanted = hashes[: prefix.matched_count]
+        await self.nvme.bring(namespace_id, wanted)
+        missing_count = len(wanted) - self._core.lookup(namespace_id, wanted).matched_count
+        if not missing_count:
+            return prefix
+        return _Prefix(len(wanted) - missing_count, prefix.left_out_count + missing_count, CutReason.TIER_UNAVAILABLE)
 
     def _refuse_cut_off(self, reservation_id: ReservationId, *, owner_id: OwnerId | None) -> None:
         """Raises when a stream ended within this block: a transport may end a broken stream like a finished one."""
@@ -605,3 +713,31 @@ def _duration(field: str, seconds: float, *, max_s: float) -> float:
     if not 0.0 < seconds <= max_s:
         raise InvalidArgumentError.of(field, f"{seconds:g} s", f"above 0 and at most {max_s:g} s")
     return seconds
+
+
+def _recompute(seconds: float) -> float:
+    if not 0.0 <= seconds <= m.RECOMPUTE_S_MAX:
+        raise InvalidArgumentError.of(
+            "recompute_us_per_block", f"{seconds * 1e6:g}", f"0 to {m.RECOMPUTE_S_MAX * 1e6:g}"
+        )
+    return seconds
+
+
+def _nvme_stats(figures: NvmeFigures) -> NvmeStats:
+    return NvmeStats(
+        state=NvmeState.OK if figures.state == "ok" else NvmeState.DEGRADED,
+        reason=figures.reason,
+        capacity_bytes=figures.capacity_bytes,
+        used_bytes=figures.used_bytes,
+        block_count=figures.block_count,
+        segment_count=figures.segment_count,
+        demoted_count=figures.demoted_count,
+        promoted_count=figures.promoted_count,
+        hit_count=figures.hit_count,
+        written_bytes=figures.device_written_bytes,
+        read_bytes=figures.device_read_bytes,
+        evicted_count=figures.evicted_count,
+        dropped_count=sum(figures.dropped_counts.values()),
+        corrupt_count=figures.corrupt_count,
+        undemoted_count=figures.undemoted_count,
+    )

@@ -59,6 +59,7 @@ def answerers(service: StoreService) -> tuple[Answerer, ...]:
         wire.RELEASE_LEASES.name: service.release_leases,
         wire.VERIFY_BLOCKS.name: service.verify_blocks,
         wire.COUNT_READS.name: service.count_reads,
+        wire.PREFETCH_BLOCKS.name: service.prefetch_blocks,
         wire.RESERVE_BLOCKS.name: service.reserve_blocks,
         wire.COMMIT_BLOCKS.name: service.commit_blocks,
         wire.ABORT_RESERVATIONS.name: service.abort_reservations,

@@ -102,6 +102,11 @@ class Arenas:
         start += SLOT_HEADER_BYTES
         return self._arenas[index].view[start : start + size_bytes]
 
+    def slot(self, place: Place, size_bytes: int) -> memoryview:
+        """A slot from its header on, which is at the start of a page; valid while the place is retained."""
+        index, start = divmod(place, self.arena_bytes)
+        return self._arenas[index].view[start : start + size_bytes]
+
     def header(self, place: Place) -> bytes:
         """The first 64 bytes of a slot, which a client that may write can have spoilt."""
         index, start = divmod(place, self.arena_bytes)

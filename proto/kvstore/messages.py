@@ -33,6 +33,8 @@ LEASE_IDS_MAX = 4_096
 HIT_COUNT_MAX = 1 << 32
 """Hits in one report: more than any client finds between two."""
 WAIT_S_MAX = 60.0
+RECOMPUTE_S_MAX = 60.0
+"""Seconds that recomputing one block may be said to take."""
 LEASE_S_MAX = 600.0
 RESERVATION_S_MAX = 300.0
 FRAME_DATA_BYTES_MAX = (2 << 20) + 4096
@@ -51,6 +53,21 @@ class Tier(IntEnum):
     MEMORY = 2
     NVME = 3
     PEER = 4
+
+
+class CutReason(IntEnum):
+    """Why a matched prefix ends before its run of hits does."""
+
+    NONE = 0
+    """It does not, or for a reason that is not known here."""
+    TOO_SLOW = 1
+    TIER_UNAVAILABLE = 2
+
+
+class NvmeState(IntEnum):
+    OK = 1
+    DEGRADED = 2
+    RECOVERING = 3
 
 
 class TransferPath(IntEnum):
@@ -113,6 +130,25 @@ class NamespaceStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NvmeStats:
+    state: NvmeState
+    reason: str
+    capacity_bytes: int
+    used_bytes: int
+    block_count: int
+    segment_count: int
+    demoted_count: int
+    promoted_count: int
+    hit_count: int
+    written_bytes: int
+    read_bytes: int
+    evicted_count: int
+    dropped_count: int
+    corrupt_count: int
+    undemoted_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStats:
     capacity_bytes: int
     ready_bytes: int
@@ -134,6 +170,8 @@ class StoreStats:
     refused_count: int
     uptime_s: float
     namespaces: tuple[NamespaceStats, ...]
+    nvme: NvmeStats | None = None
+    """None where there is no such tier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +192,7 @@ class LookupBlocksRequest:
     namespace_id: NamespaceId
     block_hashes: bytes
     wait_s: float = 0.0
+    recompute_s_per_block: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +201,8 @@ class LookupBlocksResponse:
     block_states: bytes
     tiers: bytes
     epoch: Epoch
+    left_out_count: int = 0
+    cut_reason: CutReason = CutReason.NONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +212,7 @@ class AcquirePrefixRequest:
     block_hashes: bytes
     lease_s: float
     wait_s: float = 0.0
+    recompute_s_per_block: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +222,8 @@ class AcquirePrefixResponse:
     tiers: bytes
     epoch: Epoch
     lease_id: LeaseId | None
+    left_out_count: int = 0
+    cut_reason: CutReason = CutReason.NONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,6 +330,22 @@ class CountReadsRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountReadsResponse:
     pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefetchBlocksRequest:
+    namespace_id: NamespaceId
+    block_hashes: bytes
+    budget_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefetchBlocksResponse:
+    in_memory_count: int
+    started_count: int
+    refused_count: int
+    missing_count: int
+    epoch: Epoch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

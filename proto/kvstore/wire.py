@@ -115,6 +115,22 @@ _STATS = (
     "unsent_count",
     "refused_count",
 )
+_NVME_STATS = (
+    "reason",
+    "capacity_bytes",
+    "used_bytes",
+    "block_count",
+    "segment_count",
+    "demoted_count",
+    "promoted_count",
+    "hit_count",
+    "written_bytes",
+    "read_bytes",
+    "evicted_count",
+    "dropped_count",
+    "corrupt_count",
+    "undemoted_count",
+)
 _NAMESPACE_STATS = ("namespace_id", "model", "slot_bytes", "block_count", "used_bytes")
 
 
@@ -132,13 +148,25 @@ def _encode_stats(value: m.StoreStats) -> bytes:
     pb = store_pb2.GetStoreStatsResponse(uptime_duration=_duration(value.uptime_s))
     for namespace in value.namespaces:
         _copy(namespace, pb.namespaces.add(), _NAMESPACE_STATS)
+    if value.nvme is not None:
+        pb.nvme.state = cast("Any", int(value.nvme.state))  # the stubs know only their own enum
+        _copy(value.nvme, pb.nvme, _NVME_STATS)
     return bytes(_copy(value, pb, _STATS).SerializeToString())
 
 
 def _decode_stats(data: bytes) -> m.StoreStats:
     pb = _parse(store_pb2.GetStoreStatsResponse, data)
     namespaces = tuple(m.NamespaceStats(**_fields(namespace, _NAMESPACE_STATS)) for namespace in pb.namespaces)
-    return m.StoreStats(uptime_s=_seconds(pb.uptime_duration), namespaces=namespaces, **_fields(pb, _STATS))
+    nvme = _nvme_stats(pb.nvme) if pb.HasField("nvme") else None
+    return m.StoreStats(uptime_s=_seconds(pb.uptime_duration), namespaces=namespaces, nvme=nvme, **_fields(pb, _STATS))
+
+
+def _nvme_stats(pb: store_pb2.NvmeStats) -> m.NvmeStats:
+    try:
+        state = m.NvmeState(pb.state)
+    except ValueError:
+        raise ProtocolError(f"unknown state {pb.state} of the NVMe tier") from None
+    return m.NvmeStats(state=state, **_fields(pb, _NVME_STATS))
 
 
 GET_STORE_INFO: Method[m.GetStoreInfoRequest, m.StoreInfo] = Method(
@@ -197,40 +225,70 @@ OPEN_NAMESPACE: Method[m.OpenNamespaceRequest, m.OpenNamespaceResponse] = Method
 # --- LookupBlocks, AcquirePrefix
 
 
+_CUT_REASONS = {int(reason): reason for reason in m.CutReason}
+_NOT_CUT = m.CutReason.NONE
+"""Also for reasons that only later versions know: what is left out is left out all the same."""
+
+
 def _encode_lookup(value: m.LookupBlocksRequest) -> bytes:
-    return store_pb2.LookupBlocksRequest(
-        namespace_id=value.namespace_id, block_hashes=value.block_hashes, wait_duration=_duration(value.wait_s)
-    ).SerializeToString()
+    pb = store_pb2.LookupBlocksRequest(namespace_id=value.namespace_id, block_hashes=value.block_hashes)
+    if value.wait_s:
+        pb.wait_duration.CopyFrom(_duration(value.wait_s))
+    if value.recompute_s_per_block:
+        pb.recompute_us_per_block = value.recompute_s_per_block * 1e6
+    return pb.SerializeToString()
 
 
 def _decode_lookup(data: bytes) -> m.LookupBlocksRequest:
     pb = _parse(store_pb2.LookupBlocksRequest, data)
     return m.LookupBlocksRequest(
-        namespace_id=NamespaceId(pb.namespace_id), block_hashes=pb.block_hashes, wait_s=_seconds(pb.wait_duration)
+        namespace_id=NamespaceId(pb.namespace_id),
+        block_hashes=pb.block_hashes,
+        wait_s=_seconds(pb.wait_duration) if pb.HasField("wait_duration") else 0.0,
+        recompute_s_per_block=pb.recompute_us_per_block / 1e6,
     )
 
 
 def _encode_looked_up(value: m.LookupBlocksResponse) -> bytes:
-    return store_pb2.LookupBlocksResponse(
+    pb = store_pb2.LookupBlocksResponse(
         matched_count=value.matched_count, block_states=value.block_states, tiers=value.tiers, epoch=value.epoch
-    ).SerializeToString()
+    )
+    if value.left_out_count or value.cut_reason:
+        _put_cut(value, pb)
+    return pb.SerializeToString()
+
+
+def _put_cut(
+    value: m.LookupBlocksResponse | m.AcquirePrefixResponse,
+    pb: store_pb2.LookupBlocksResponse | store_pb2.AcquirePrefixResponse,
+) -> None:
+    pb.left_out_count = value.left_out_count
+    pb.cut_reason = cast("Any", int(value.cut_reason))  # the stubs know only their own enum
 
 
 def _decode_looked_up(data: bytes) -> m.LookupBlocksResponse:
     pb = _parse(store_pb2.LookupBlocksResponse, data)
     return m.LookupBlocksResponse(
-        matched_count=pb.matched_count, block_states=pb.block_states, tiers=pb.tiers, epoch=m.Epoch(pb.epoch)
+        matched_count=pb.matched_count,
+        block_states=pb.block_states,
+        tiers=pb.tiers,
+        epoch=m.Epoch(pb.epoch),
+        left_out_count=pb.left_out_count,
+        cut_reason=_CUT_REASONS.get(pb.cut_reason, _NOT_CUT),
     )
 
 
 def _encode_acquire(value: m.AcquirePrefixRequest) -> bytes:
-    return store_pb2.AcquirePrefixRequest(
+    pb = store_pb2.AcquirePrefixRequest(
         namespace_id=value.namespace_id,
         owner_id=value.owner_id,
         block_hashes=value.block_hashes,
         lease_duration=_duration(value.lease_s),
         wait_duration=_duration(value.wait_s),
-    ).SerializeToString()
+    )
+    if value.recompute_s_per_block:
+        pb.recompute_us_per_block = value.recompute_s_per_block * 1e6
+    return pb.SerializeToString()
 
 
 def _decode_acquire(data: bytes) -> m.AcquirePrefixRequest:
@@ -241,17 +299,21 @@ def _decode_acquire(data: bytes) -> m.AcquirePrefixRequest:
         block_hashes=pb.block_hashes,
         lease_s=_seconds(pb.lease_duration),
         wait_s=_seconds(pb.wait_duration),
+        recompute_s_per_block=pb.recompute_us_per_block / 1e6,
     )
 
 
 def _encode_acquired(value: m.AcquirePrefixResponse) -> bytes:
-    return store_pb2.AcquirePrefixResponse(
+    pb = store_pb2.AcquirePrefixResponse(
         matched_count=value.matched_count,
         block_states=value.block_states,
         tiers=value.tiers,
         epoch=value.epoch,
         lease_id=value.lease_id or 0,
-    ).SerializeToString()
+    )
+    if value.left_out_count or value.cut_reason:
+        _put_cut(value, pb)
+    return pb.SerializeToString()
 
 
 def _decode_acquired(data: bytes) -> m.AcquirePrefixResponse:
@@ -262,6 +324,8 @@ def _decode_acquired(data: bytes) -> m.AcquirePrefixResponse:
         tiers=pb.tiers,
         epoch=m.Epoch(pb.epoch),
         lease_id=m.LeaseId(pb.lease_id) if pb.lease_id else None,
+        left_out_count=pb.left_out_count,
+        cut_reason=_CUT_REASONS.get(pb.cut_reason, _NOT_CUT),
     )
 
 
@@ -332,7 +396,7 @@ RELEASE_LEASES: Method[m.ReleaseLeasesRequest, m.ReleaseLeasesResponse] = Method
     ),
 )
 
-# --- ReadBlocks, VerifyBlocks
+# --- LeaseBlocks, ReadBlocks, CountReads, PrefetchBlocks, VerifyBlocks
 
 
 def _decode_read(data: bytes) -> m.ReadBlocksRequest:
@@ -433,6 +497,36 @@ COUNT_READS: Method[m.CountReadsRequest, m.CountReadsResponse] = Method(
     decode_request=_decode_count_reads,
     encode_response=lambda _: b"",
     decode_response=lambda _: m.CountReadsResponse(),
+)
+_PREFETCHED = ("in_memory_count", "started_count", "refused_count", "missing_count")
+
+
+def _decode_prefetch(data: bytes) -> m.PrefetchBlocksRequest:
+    pb = _parse(store_pb2.PrefetchBlocksRequest, data)
+    return m.PrefetchBlocksRequest(
+        namespace_id=NamespaceId(pb.namespace_id), block_hashes=pb.block_hashes, budget_bytes=pb.budget_bytes
+    )
+
+
+def _encode_prefetched(value: m.PrefetchBlocksResponse) -> bytes:
+    pb = store_pb2.PrefetchBlocksResponse(epoch=value.epoch)
+    return bytes(_copy(value, pb, _PREFETCHED).SerializeToString())
+
+
+def _decode_prefetched(data: bytes) -> m.PrefetchBlocksResponse:
+    pb = _parse(store_pb2.PrefetchBlocksResponse, data)
+    return m.PrefetchBlocksResponse(epoch=m.Epoch(pb.epoch), **_fields(pb, _PREFETCHED))
+
+
+PREFETCH_BLOCKS: Method[m.PrefetchBlocksRequest, m.PrefetchBlocksResponse] = Method(
+    service=STORE_SERVICE,
+    name="PrefetchBlocks",
+    encode_request=lambda value: store_pb2.PrefetchBlocksRequest(
+        namespace_id=value.namespace_id, block_hashes=value.block_hashes, budget_bytes=value.budget_bytes
+    ).SerializeToString(),
+    decode_request=_decode_prefetch,
+    encode_response=_encode_prefetched,
+    decode_response=_decode_prefetched,
 )
 VERIFY_BLOCKS: Method[m.VerifyBlocksRequest, m.VerifyBlocksResponse] = Method(
     service=STORE_SERVICE,
@@ -570,6 +664,7 @@ UNARY_STORE_METHODS: tuple[Method[Any, Any], ...] = (
     ABORT_RESERVATIONS,
     LEASE_BLOCKS,
     COUNT_READS,
+    PREFETCH_BLOCKS,
 )
 """All unary RPCs of the store. On the slab socket a method is known by its place here, so new ones go to the end."""
 

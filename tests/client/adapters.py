@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from kvstore.errors import KvstoreError
 from kvstore.keys import BlockHash
-from kvstore.messages import BlockState, StoreInfo, StoreStats
+from kvstore.messages import BlockState, CutReason, StoreInfo, StoreStats
 from kvstore.namespace import Namespace
 from kvstore_client import (
     AsyncClient,
@@ -21,6 +21,7 @@ from kvstore_client import (
     LookupResult,
     PutResult,
 )
+from kvstore_client.results import PrefetchResult
 
 
 class AnyLease(Protocol):
@@ -29,6 +30,12 @@ class AnyLease(Protocol):
 
     @property
     def matched_count(self) -> int: ...
+
+    @property
+    def left_out_count(self) -> int: ...
+
+    @property
+    def cut_reason(self) -> CutReason: ...
 
     @property
     def error(self) -> KvstoreError | None: ...
@@ -75,10 +82,27 @@ class AnyClient(Protocol):
 
     def stats(self) -> StoreStats: ...
 
-    def lookup(self, namespace: Namespace, hashes: Sequence[BlockHash], *, wait_s: float = 0.0) -> LookupResult: ...
+    def lookup(
+        self,
+        namespace: Namespace,
+        hashes: Sequence[BlockHash],
+        *,
+        wait_s: float = 0.0,
+        recompute_s_per_block: float | None = None,
+    ) -> LookupResult: ...
+
+    def prefetch(
+        self, namespace: Namespace, hashes: Sequence[BlockHash], *, budget_bytes: int | None = None
+    ) -> PrefetchResult: ...
 
     def acquire(
-        self, namespace: Namespace, hashes: Sequence[BlockHash], *, lease_s: float | None = None, wait_s: float = 0.0
+        self,
+        namespace: Namespace,
+        hashes: Sequence[BlockHash],
+        *,
+        lease_s: float | None = None,
+        wait_s: float = 0.0,
+        recompute_s_per_block: float | None = None,
     ) -> AnyLease: ...
 
     def get(self, namespace: Namespace, hashes: Sequence[BlockHash], into: Any) -> GetResult: ...
@@ -110,14 +134,36 @@ class BlockingAsyncClient:
     def stats(self) -> StoreStats:
         return self._runner.run(self._client.stats())
 
-    def lookup(self, namespace: Namespace, hashes: Sequence[BlockHash], *, wait_s: float = 0.0) -> LookupResult:
-        return self._runner.run(self._client.lookup(namespace, hashes, wait_s=wait_s))
+    def lookup(
+        self,
+        namespace: Namespace,
+        hashes: Sequence[BlockHash],
+        *,
+        wait_s: float = 0.0,
+        recompute_s_per_block: float | None = None,
+    ) -> LookupResult:
+        return self._runner.run(
+            self._client.lookup(namespace, hashes, wait_s=wait_s, recompute_s_per_block=recompute_s_per_block)
+        )
+
+    def prefetch(
+        self, namespace: Namespace, hashes: Sequence[BlockHash], *, budget_bytes: int | None = None
+    ) -> PrefetchResult:
+        return self._runner.run(self._client.prefetch(namespace, hashes, budget_bytes=budget_bytes))
 
     def acquire(
-        self, namespace: Namespace, hashes: Sequence[BlockHash], *, lease_s: float | None = None, wait_s: float = 0.0
+        self,
+        namespace: Namespace,
+        hashes: Sequence[BlockHash],
+        *,
+        lease_s: float | None = None,
+        wait_s: float = 0.0,
+        recompute_s_per_block: float | None = None,
     ) -> _BlockingLease:
-        lease = self._runner.run(self._client.acquire(namespace, hashes, lease_s=lease_s, wait_s=wait_s))
-        return _BlockingLease(lease, runner=self._runner)
+        flow = self._client.acquire(
+            namespace, hashes, lease_s=lease_s, wait_s=wait_s, recompute_s_per_block=recompute_s_per_block
+        )
+        return _BlockingLease(self._runner.run(flow), runner=self._runner)
 
     def get(self, namespace: Namespace, hashes: Sequence[BlockHash], into: Any) -> GetResult:
         return self._runner.run(self._client.get(namespace, hashes, into))
@@ -153,6 +199,14 @@ class _BlockingLease:
     @property
     def matched_count(self) -> int:
         return self._lease.matched_count
+
+    @property
+    def left_out_count(self) -> int:
+        return self._lease.left_out_count
+
+    @property
+    def cut_reason(self) -> CutReason:
+        return self._lease.cut_reason
 
     @property
     def error(self) -> KvstoreError | None:

@@ -24,7 +24,16 @@ from kvstore.errors import (
 )
 from kvstore.frames import ReadFrame, WriteFrame, cut
 from kvstore.keys import BlockHash, NamespaceId, split_hashes
-from kvstore.messages import BlockState, CommitState, Epoch, LeaseId, OwnerId, ReservationId, ReserveState
+from kvstore.messages import (
+    BlockState,
+    CommitState,
+    CutReason,
+    Epoch,
+    LeaseId,
+    OwnerId,
+    ReservationId,
+    ReserveState,
+)
 from kvstore.wire import Method, Streams
 
 _METHODS = (
@@ -41,6 +50,7 @@ _METHODS = (
     wire.WRITE_BLOCKS,
     wire.COMMIT_BLOCKS,
     wire.ABORT_RESERVATIONS,
+    wire.PREFETCH_BLOCKS,
 )
 _HANDLERS = {
     Streams.NEITHER: grpc.unary_unary_rpc_method_handler,
@@ -68,6 +78,8 @@ class FakeDaemon:
         self.leases: dict[LeaseId, OwnerId] = {}
         self.reservations: dict[ReservationId, _Reservation] = {}
         self.pending: set[BlockHash] = set()
+        self.on_disk: set[BlockHash] = set()
+        self.nvme: m.NvmeStats | None = None
         self.room_count = 1 << 30
         self.rewrites: dict[str, Callable[[Any], Any]] = {}
         self._failures: dict[str, deque[KvstoreError]] = defaultdict(deque)
@@ -189,7 +201,7 @@ class FakeDaemon:
             "lease_count": len(self.leases),
             "reservation_count": len(self.reservations),
         }
-        return m.StoreStats(**(zeros | counts), uptime_s=1.0, namespaces=())
+        return m.StoreStats(**(zeros | counts), uptime_s=1.0, namespaces=(), nvme=self.nvme)
 
     def _OpenNamespace(self, request: m.OpenNamespaceRequest) -> m.OpenNamespaceResponse:  # noqa: N802
         payload_bytes = request.namespace.block_layout.payload_bytes
@@ -200,13 +212,19 @@ class FakeDaemon:
 
     def _LookupBlocks(self, request: m.LookupBlocksRequest) -> m.LookupBlocksResponse:  # noqa: N802
         states = self._states(request.namespace_id, request.block_hashes)
+        matched_count, left_out_count = self._matched(request, states)
         return m.LookupBlocksResponse(
-            matched_count=_leading_hits(states), block_states=bytes(states), tiers=bytes(len(states)), epoch=self.epoch
+            matched_count=matched_count,
+            block_states=bytes(states),
+            tiers=bytes(len(states)),
+            epoch=self.epoch,
+            left_out_count=left_out_count,
+            cut_reason=CutReason.TOO_SLOW if left_out_count else CutReason.NONE,
         )
 
     def _AcquirePrefix(self, request: m.AcquirePrefixRequest) -> m.AcquirePrefixResponse:  # noqa: N802
         states = self._states(request.namespace_id, request.block_hashes)
-        matched_count = _leading_hits(states)
+        matched_count, left_out_count = self._matched(request, states)
         lease_id = LeaseId(next(self._ids)) if matched_count else None
         if lease_id is not None:
             self.leases[lease_id] = request.owner_id
@@ -216,6 +234,8 @@ class FakeDaemon:
             tiers=bytes(len(states)),
             epoch=self.epoch,
             lease_id=lease_id,
+            left_out_count=left_out_count,
+            cut_reason=CutReason.TOO_SLOW if left_out_count else CutReason.NONE,
         )
 
     def _RenewLeases(self, request: m.RenewLeasesRequest) -> m.RenewLeasesResponse:  # noqa: N802
@@ -252,6 +272,22 @@ class FakeDaemon:
 
     def _CountReads(self, _: m.CountReadsRequest) -> m.CountReadsResponse:  # noqa: N802
         return m.CountReadsResponse()
+
+    def _PrefetchBlocks(self, request: m.PrefetchBlocksRequest) -> m.PrefetchBlocksResponse:  # noqa: N802
+        self._check_open(request.namespace_id)
+        hashes = split_hashes(request.block_hashes)
+        stored = [block_hash for block_hash in hashes if (request.namespace_id, block_hash) in self.blocks]
+        on_disk = [block_hash for block_hash in stored if block_hash in self.on_disk]
+        count_max = (request.budget_bytes or 1 << 62) // self._payload_bytes[request.namespace_id]
+        started = on_disk[:count_max]
+        self.on_disk.difference_update(started)
+        return m.PrefetchBlocksResponse(
+            in_memory_count=len(stored) - len(on_disk),
+            started_count=len(started),
+            refused_count=len(on_disk) - len(started),
+            missing_count=len(hashes) - len(stored),
+            epoch=self.epoch,
+        )
 
     def _ReserveBlocks(self, request: m.ReserveBlocksRequest) -> m.ReserveBlocksResponse:  # noqa: N802
         self._check_open(request.namespace_id)
@@ -311,6 +347,17 @@ class FakeDaemon:
     def _states(self, namespace_id: NamespaceId, packed: bytes) -> list[BlockState]:
         self._check_open(namespace_id)
         return [self._state(namespace_id, block_hash) for block_hash in split_hashes(packed)]
+
+    def _matched(
+        self, request: m.LookupBlocksRequest | m.AcquirePrefixRequest, states: list[BlockState]
+    ) -> tuple[int, int]:
+        """Leading hits to go by, and those left out: recomputing is always sooner than this disk."""
+        hit_count = _leading_hits(states)
+        if not request.recompute_s_per_block:
+            return hit_count, 0
+        hits = split_hashes(request.block_hashes)[:hit_count]
+        matched_count = next((index for index, found in enumerate(hits) if found in self.on_disk), hit_count)
+        return matched_count, hit_count - matched_count
 
     def _state(self, namespace_id: NamespaceId, block_hash: BlockHash) -> BlockState:
         if (namespace_id, block_hash) in self.blocks:

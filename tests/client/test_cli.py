@@ -9,6 +9,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -17,6 +18,7 @@ import pytest
 
 from kvstore import __version__, wire
 from kvstore.errors import CapacityError
+from kvstore.messages import NvmeState, NvmeStats
 from kvstore_client import cli
 from tests.client.fake_daemon import FakeDaemon
 from tests.conftest import DaemonProcess
@@ -79,6 +81,54 @@ def test_stats_come_as_lines_or_as_json(fake: FakeDaemon, capsys: pytest.Capture
     assert "blocks     0 stored" in capsys.readouterr().out
     assert run("stats", "--address", fake.address, "--json") == 0
     assert json.loads(capsys.readouterr().out)["block_count"] == 0
+
+
+NVME = NvmeStats(
+    state=NvmeState.OK,
+    reason="",
+    capacity_bytes=64 << 30,
+    used_bytes=12 << 30,
+    block_count=6_000,
+    segment_count=48,
+    demoted_count=7_000,
+    promoted_count=5,
+    hit_count=4,
+    written_bytes=14 << 30,
+    read_bytes=10 << 20,
+    evicted_count=1_000,
+    dropped_count=0,
+    corrupt_count=0,
+    undemoted_count=3,
+)
+
+
+@pytest.mark.parametrize("command", ["ping", "stats"])
+def test_the_nvme_tier_is_one_line_or_an_object_and_nothing_where_there_is_none(
+    command: str, fake: FakeDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shown(*options: str) -> str:
+        assert run(command, "--address", fake.address, *options) == 0
+        return capsys.readouterr().out
+
+    assert "nvme" not in shown()
+    assert json.loads(shown("--json"))["nvme"] is None
+    fake.nvme = NVME
+    (line,) = (line for line in shown().splitlines() if line.startswith("nvme"))
+    assert " ".join(line.split()).startswith("nvme ok 12.0 GiB of 64.0 GiB")
+    nvme = json.loads(shown("--json"))["nvme"]
+    assert (nvme["state"], nvme["capacity_bytes"], nvme["undemoted_count"]) == ("ok", 64 << 30, 3)
+
+
+@pytest.mark.parametrize("command", ["ping", "stats"])
+def test_a_degraded_nvme_tier_is_shown_with_its_reason(
+    command: str, fake: FakeDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.nvme = replace(NVME, state=NvmeState.DEGRADED, reason="the file system is full")
+    assert run(command, "--address", fake.address) == 0
+    assert "nvme DEGRADED: the file system is full" in " ".join(capsys.readouterr().out.split())
+    assert run(command, "--address", fake.address, "--json") == 0
+    nvme = json.loads(capsys.readouterr().out)["nvme"]
+    assert (nvme["state"], nvme["reason"]) == ("degraded", "the file system is full")
 
 
 def test_the_environment_names_the_daemon(fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvstore import PROTOCOL_VERSION
-from kvstore.messages import BlockState
+from kvstore.messages import BlockState, CutReason
 from kvstore_client import AsyncClient, Client, ClientConfig, PutState
 from tests.client.adapters import AnyClient
 from tests.client.builders import FAST, chain, namespace, payloads, refuses
@@ -224,12 +224,30 @@ def test_nothing_matched_is_nothing_leased(client: AnyClient) -> None:
         assert client.stats().lease_count == 0
 
 
+def test_with_no_slow_tier_a_recompute_cost_changes_nothing(client: AnyClient) -> None:
+    space, hashes = namespace(), chain(3)
+    client.put(space, hashes[:2], payloads(space, 2))
+    found = client.lookup(space, hashes, recompute_s_per_block=1e-6)
+    assert (found.matched_count, found.left_out_count, found.cut_reason) == (2, 0, CutReason.NONE)
+    with client.acquire(space, hashes, recompute_s_per_block=1e-6) as lease:
+        assert (lease.matched_count, lease.left_out_count, lease.cut_reason) == (2, 0, CutReason.NONE)
+
+
+def test_a_prefetch_says_what_is_in_memory_already_and_what_is_nowhere(client: AnyClient) -> None:
+    space, hashes = namespace(), chain(3)
+    client.put(space, hashes[:2], payloads(space, 2))
+    told = client.prefetch(space, hashes)
+    assert (told.in_memory_count, told.started_count, told.refused_count, told.missing_count) == (2, 0, 0, 1)
+    assert told.error is None
+
+
 def test_asking_for_nothing_asks_nobody(client: AnyClient) -> None:
     space = namespace()
     assert client.lookup(space, []).states == ()
     assert client.get(space, [], []).states == ()
     assert client.put(space, [], b"").states == ()
     assert client.acquire(space, []).matched_count == 0
+    assert client.prefetch(space, []).missing_count == 0
 
 
 def test_nothing_stays_reserved_or_leased_after_many_rounds(client: AnyClient) -> None:
@@ -255,6 +273,16 @@ def test_wrong_input_is_refused_by_name_before_anything_is_sent(client: AnyClien
         client.lookup(space, hashes, wait_s=61.0)
     with refuses("wait_s"):
         client.acquire(space, hashes, wait_s=-1.0)
+    for wrong in (0.0, -1.0, 60.1, float("nan")):
+        with refuses("recompute_s_per_block"):
+            client.lookup(space, hashes, recompute_s_per_block=wrong)
+        with refuses("recompute_s_per_block"):
+            client.acquire(space, hashes, recompute_s_per_block=wrong)
+    with refuses("hashes"):
+        client.prefetch(space, [hashes[0][:31]])  # type: ignore[list-item]
+    for budget in (0, -1, 1 << 63, 1.5):
+        with refuses("budget_bytes"):
+            client.prefetch(space, hashes, budget_bytes=budget)  # type: ignore[arg-type]
     with refuses("lease_s"):
         client.acquire(space, hashes, lease_s=0.0)
     with refuses("lease_s"):

@@ -24,7 +24,7 @@ from kvstore.errors import (
 )
 from kvstore.frames import ReadFrame, encode_read_frame
 from kvstore.keys import BlockHash
-from kvstore.messages import BlockState
+from kvstore.messages import BlockState, CutReason
 from kvstore.namespace import Namespace
 from kvstore_client import AsyncClient, Client, ClientConfig, PutState
 from tests.client.adapters import AnyClient
@@ -246,6 +246,44 @@ def test_idempotent_calls_are_repeated_and_others_are_not(connect: Connect, fake
     assert fake.count(wire.RESERVE_BLOCKS) == 1
 
 
+# --- a slower tier
+
+
+def test_what_would_be_there_too_late_is_left_out_of_the_matched_prefix(connect: Connect, fake: FakeDaemon) -> None:
+    client, space, hashes = connect(fake.address), namespace(), chain(4)
+    client.put(space, hashes[:3], bytes(3 * 256))
+    fake.on_disk = set(hashes[1:3])
+    found = client.lookup(space, hashes, recompute_s_per_block=0.001)
+    assert found.states == (HIT, HIT, HIT, MISS)
+    assert (found.matched_count, found.left_out_count, found.cut_reason) == (1, 2, CutReason.TOO_SLOW)
+    with client.acquire(space, hashes, recompute_s_per_block=0.001) as lease:
+        assert lease.states == (HIT, HIT, HIT, MISS)
+        assert (lease.matched_count, lease.left_out_count, lease.cut_reason) == (1, 2, CutReason.TOO_SLOW)
+        assert lease.renew()
+    assert client.lookup(space, hashes).matched_count == 3
+
+
+def test_prefetched_blocks_are_in_time_afterwards(connect: Connect, fake: FakeDaemon) -> None:
+    client, space, hashes = connect(fake.address), namespace(), chain(4)
+    client.put(space, hashes[:3], bytes(3 * 256))
+    fake.on_disk = set(hashes[1:3])
+    told = client.prefetch(space, hashes, budget_bytes=400)
+    assert (told.in_memory_count, told.started_count, told.refused_count, told.missing_count) == (1, 1, 1, 1)
+    assert client.lookup(space, hashes, recompute_s_per_block=0.001).matched_count == 2
+    assert client.prefetch(space, hashes).started_count == 1
+    assert client.lookup(space, hashes, recompute_s_per_block=0.001).matched_count == 3
+
+
+def test_a_prefetch_that_fails_says_so_and_raises_nothing(connect: Connect, fake: FakeDaemon) -> None:
+    client, space, hashes = connect(fake.address), namespace(), chain(2)
+    fake.fail(wire.PREFETCH_BLOCKS, InternalError("boom"))
+    told = client.prefetch(space, hashes)
+    assert (told.started_count, told.missing_count) == (0, 2)
+    assert isinstance(told.error, InternalError)
+    fake.rewrites[wire.PREFETCH_BLOCKS.name] = lambda response: replace(response, missing_count=1)
+    assert isinstance(client.prefetch(space, hashes).error, ProtocolError)
+
+
 # --- nobody there, or nobody answering
 
 
@@ -257,6 +295,7 @@ def test_without_a_daemon_everything_is_a_miss(connect: Connect, fake: FakeDaemo
         client.get(space, hashes, bytearray(512)).error,
         client.put(space, hashes, bytes(512)).error,
         client.acquire(space, hashes).error,
+        client.prefetch(space, hashes).error,
     ):
         assert isinstance(error, UnavailableError)
     with pytest.raises(UnavailableError):

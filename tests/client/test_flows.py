@@ -25,9 +25,18 @@ from kvstore.errors import (
 )
 from kvstore.frames import ReadFrame, decode_write_frame, encode_write_frame
 from kvstore.keys import split_hashes
-from kvstore.messages import BlockState, CommitState, Epoch, LeaseId, OwnerId, ReservationId, ReserveState
+from kvstore.messages import (
+    BlockState,
+    CommitState,
+    CutReason,
+    Epoch,
+    LeaseId,
+    OwnerId,
+    ReservationId,
+    ReserveState,
+)
 from kvstore_client import ClientConfig, PutState
-from kvstore_client.flows import load, prefix, store
+from kvstore_client.flows import load, prefetch, prefix, store
 from kvstore_client.flows.attach import Attachment, Scope
 from kvstore_client.flows.steps import Read, Write
 from tests.client.builders import chain, enveloped, namespace, payloads
@@ -240,7 +249,114 @@ def test_a_daemon_that_finds_fault_with_a_request_makes_misses_not_exceptions() 
     assert (result.states, result.error) == ((MISS, MISS), error)
 
 
+def cut(*, matched: int, left_out: int, states: tuple[int, ...]) -> m.LookupBlocksResponse:
+    return m.LookupBlocksResponse(
+        matched_count=matched,
+        block_states=bytes(states),
+        tiers=b"",
+        epoch=EPOCH,
+        left_out_count=left_out,
+        cut_reason=CutReason.TOO_SLOW,
+    )
+
+
+def test_a_matched_prefix_that_the_daemon_cuts_ends_there() -> None:
+    flow = prefix.lookup(scope(), namespace=SPACE, hashes=chain(4), wait_s=0.0, recompute_s_per_block=0.25)
+    result, steps = run(flow, cut(matched=1, left_out=2, states=(HIT, HIT, HIT, MISS)))
+    assert steps[0].request.recompute_s_per_block == 0.25
+    assert result.states == (HIT, HIT, HIT, MISS)
+    assert (result.matched_count, result.left_out_count, result.cut_reason) == (1, 2, CutReason.TOO_SLOW)
+
+
+def test_behind_a_cut_nothing_is_matched_waited_for_or_compared() -> None:
+    flow = prefix.lookup(
+        scope(batch_count_max=2), namespace=SPACE, hashes=chain(6), wait_s=3.0, recompute_s_per_block=0.25
+    )
+    result, steps = run(
+        flow, cut(matched=1, left_out=1, states=(HIT, HIT)), looked_up(HIT, PENDING), looked_up(HIT, HIT)
+    )
+    assert [step.request.wait_s for step in steps] == [3.0, 0.0, 0.0]
+    assert [step.request.recompute_s_per_block for step in steps] == [0.25, 0.0, 0.0]
+    assert (result.matched_count, result.left_out_count, result.cut_reason) == (1, 2, CutReason.TOO_SLOW)
+
+
+def test_a_cut_outlives_a_failure_behind_it() -> None:
+    flow = prefix.lookup(
+        scope(batch_count_max=2), namespace=SPACE, hashes=chain(4), wait_s=0.0, recompute_s_per_block=0.25
+    )
+    result, _ = run(flow, cut(matched=1, left_out=1, states=(HIT, HIT)), DOWN)
+    assert (result.states, result.matched_count, result.error) == ((HIT, HIT, MISS, MISS), 1, DOWN)
+    assert (result.left_out_count, result.cut_reason) == (1, CutReason.TOO_SLOW)
+
+
+def test_a_daemon_that_matches_more_than_it_has_is_not_believed() -> None:
+    result, _ = run(lookup_flow(scope(), 3), cut(matched=2, left_out=1, states=(HIT, MISS, MISS)))
+    assert (result.states, result.matched_count) == ((MISS,) * 3, 0)
+    assert isinstance(result.error, ProtocolError)
+
+
+# --- prefetches
+
+
+def prefetched(in_memory: int, started: int, refused: int, missing: int) -> m.PrefetchBlocksResponse:
+    return m.PrefetchBlocksResponse(
+        in_memory_count=in_memory, started_count=started, refused_count=refused, missing_count=missing, epoch=EPOCH
+    )
+
+
+def prefetch_flow(shared: Scope, block_count: int, *, budget_bytes: int | None = None) -> Any:
+    return prefetch.prefetch(shared, namespace=SPACE, hashes=chain(block_count), budget_bytes=budget_bytes)
+
+
+def test_one_budget_holds_for_all_batches_of_a_prefetch() -> None:
+    budget_bytes = 3 * (256 + ENVELOPE_BYTES)
+    result, steps = run(
+        prefetch_flow(scope(batch_count_max=2), 6, budget_bytes=budget_bytes),
+        prefetched(0, 2, 0, 0),
+        prefetched(1, 1, 0, 0),
+    )
+    assert [step.request.budget_bytes for step in steps] == [budget_bytes, 256 + ENVELOPE_BYTES]
+    assert (result.in_memory_count, result.started_count, result.refused_count, result.missing_count) == (1, 3, 2, 0)
+
+
+def test_what_follows_on_a_refused_block_is_refused_unasked() -> None:
+    result, steps = run(prefetch_flow(scope(batch_count_max=2), 5), prefetched(0, 1, 1, 0))
+    assert [step.request.budget_bytes for step in steps] == [0]
+    assert (result.started_count, result.refused_count) == (1, 4)
+
+
+def test_a_prefetch_that_breaks_off_keeps_what_it_began() -> None:
+    result, _ = run(prefetch_flow(scope(batch_count_max=2), 4), prefetched(1, 1, 0, 0), DOWN)
+    assert (result.in_memory_count, result.started_count, result.missing_count, result.error) == (1, 1, 2, DOWN)
+
+
 # --- leases
+
+
+def test_what_the_daemon_leaves_out_is_not_held_and_not_asked_beyond() -> None:
+    flow = prefix.acquire(
+        scope(batch_count_max=3),
+        namespace=SPACE,
+        hashes=chain(6),
+        owner_id=OWNER,
+        lease_s=5.0,
+        wait_s=0.0,
+        recompute_s_per_block=0.25,
+    )
+    answer = dataclasses.replace(
+        acquired(HIT, HIT, HIT, lease=1), matched_count=2, left_out_count=1, cut_reason=CutReason.TOO_SLOW
+    )
+    lease, steps = run(flow, answer)
+    assert [step.request.recompute_s_per_block for step in steps] == [0.25]
+    assert lease.states == (HIT, HIT, HIT, MISS, MISS, MISS)
+    assert (lease.lease_ids, lease.matched_count, lease.left_out_count) == ((1,), 2, 1)
+
+
+def test_where_all_is_left_out_nothing_need_be_leased() -> None:
+    answer = dataclasses.replace(acquired(HIT, HIT, lease=None), left_out_count=2, cut_reason=CutReason.TOO_SLOW)
+    lease, _ = run(acquire_flow(scope(), 2), answer)
+    assert (lease.matched_count, lease.left_out_count, lease.cut_reason) == (0, 2, CutReason.TOO_SLOW)
+    assert lease.error is None
 
 
 def test_leases_go_no_further_than_the_matched_prefix() -> None:

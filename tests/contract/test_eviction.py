@@ -21,6 +21,7 @@ keys = st.integers(0, 9)
 class ModelBlock:
     key: int
     parent: int | None
+    use_count: int
 
 
 class LeafLruModel:
@@ -42,8 +43,8 @@ class LeafLruModel:
             parent = block.parent if block else None
         return False
 
-    def insert(self, key: int, parent: int | None) -> None:
-        self.blocks.append(ModelBlock(key, None if self.is_ancestor_of_itself(key, parent) else parent))
+    def insert(self, key: int, parent: int | None, use_count: int) -> None:
+        self.blocks.append(ModelBlock(key, None if self.is_ancestor_of_itself(key, parent) else parent, use_count))
 
     def touch_chain(self, chain: list[int]) -> None:
         for key in reversed(chain):
@@ -51,6 +52,7 @@ class LeafLruModel:
             if block is not None:
                 self.blocks.remove(block)
                 self.blocks.append(block)
+                block.use_count += 1
 
     def remove(self, key: int) -> None:
         self.blocks = [block for block in self.blocks if block.key != key]
@@ -66,11 +68,11 @@ class LeafLruMachine(RuleBasedStateMachine):
         self.lru: LeafLru[int] = LeafLru()
         self.model = LeafLruModel()
 
-    @rule(key=keys, parent=st.none() | keys)
-    def insert(self, key: int, parent: int | None) -> None:
+    @rule(key=keys, parent=st.none() | keys, use_count=st.integers(0, 2))
+    def insert(self, key: int, parent: int | None, use_count: int = 0) -> None:
         if self.model.find(key) is None:
-            self.lru.insert(key, parent=parent)
-            self.model.insert(key, parent)
+            self.lru.insert(key, parent=parent, use_count=use_count)
+            self.model.insert(key, parent, use_count)
 
     @rule(start=keys, count=st.integers(1, 6))
     def insert_chain(self, start: int, count: int) -> None:
@@ -112,6 +114,9 @@ class LeafLruMachine(RuleBasedStateMachine):
         self.lru.check_invariants()
         assert len(self.lru) == len(self.model.blocks)
         assert all((key in self.lru) == (self.model.find(key) is not None) for key in range(10))
+        for block in self.model.blocks:
+            assert self.lru.parent_of(block.key) == block.parent
+            assert self.lru.use_count(block.key) == block.use_count
 
 
 TestLeafLru = LeafLruMachine.TestCase
@@ -242,6 +247,31 @@ def test_a_search_among_held_blocks_ends_after_its_limit_and_keeps_their_order()
     lru.check_invariants()
 
 
+def test_a_search_that_is_called_off_ends_there_and_keeps_all_that_it_refused() -> None:
+    lru: LeafLru[int] = LeafLru()
+    for key in range(6):
+        lru.insert(key, parent=None)
+    verdicts = {0: False, 1: True, 2: None}
+    assert lru.pop_coldest(goal_bytes=9, size_bytes_of=lambda _: 1, may_evict=lambda key: verdicts[key]) == [1]
+    assert lru.peek_coldest(may_evict=lambda key: {0: False, 2: None}[key]) is None
+    lru.check_invariants()
+    assert lru.pop_coldest(goal_bytes=9, size_bytes_of=lambda _: 1) == [0, 2, 3, 4, 5]
+
+
+def test_a_block_is_still_here_when_it_is_asked_whether_it_may_leave() -> None:
+    lru = inserted("a", "b")
+    seen: list[tuple[str, str | None, int]] = []
+
+    def may_evict(key: str) -> bool:
+        seen.append((key, lru.parent_of(key), lru.use_count(key)))
+        return True
+
+    lru.touch_chain(["a", "b"])
+    lru.touch_chain(["b"])
+    assert lru.pop_coldest(goal_bytes=9, size_bytes_of=lambda _: 1, may_evict=may_evict) == ["b", "a"]
+    assert seen == [("b", "a", 2), ("a", None, 1)]
+
+
 def test_held_blocks_are_no_candidates_and_cost_a_search_nothing() -> None:
     lru: LeafLru[int] = LeafLru(refusal_count_max=1)
     for key in range(1000):
@@ -271,3 +301,21 @@ def test_an_eviction_that_was_begun_goes_on_below_the_high_mark() -> None:
     assert marks.excess_bytes(used_bytes=80, capacity_bytes=100) == 0
     assert marks.excess_bytes(used_bytes=80, capacity_bytes=100, is_evicting=True) == 30
     assert marks.excess_bytes(used_bytes=40, capacity_bytes=100, is_evicting=True) == 0
+
+
+@given(st.lists(st.tuples(keys, st.none() | keys), unique_by=lambda block: block[0]))
+def test_restoring_blocks_is_inserting_them_one_after_the_other(blocks: list[tuple[int, int | None]]) -> None:
+    restored: LeafLru[int] = LeafLru()
+    restored.restore(blocks)
+    restored.check_invariants()
+    inserted: LeafLru[int] = LeafLru()
+    for key, parent in blocks:
+        inserted.insert(key, parent=parent)
+    assert {key: restored.parent_of(key) for key, _ in blocks} == {key: inserted.parent_of(key) for key, _ in blocks}
+    for lru in (restored, inserted):
+        lru.insert(100, parent=None)  # the newest of all
+    assert all(
+        restored.pop_coldest(goal_bytes=1, size_bytes_of=lambda _: 1)
+        == inserted.pop_coldest(goal_bytes=1, size_bytes_of=lambda _: 1)
+        for _ in range(len(blocks) + 1)
+    )

@@ -28,16 +28,21 @@ FRAMES = {
     "/kvstore.v1.BlockStoreService/WriteBlocks": WriteFrame,
     "/kvstore.v1.AgentService/StoreBlocks": StoreFrame,
 }
-# Fields that are uint32 in the protos; all other integers are uint64.
+# Fields that are uint32 in the protos, in some message at least; all other integers are uint64.
 NARROW = {
     "aborted_count",
     "batch_count_max",
     "block_index",
     "bulk_port",
     "frame_data_bytes_max",
+    "in_memory_count",
+    "left_out_count",
     "matched_count",
+    "missing_count",
     "protocol_version",
+    "refused_count",
     "slot_count",
+    "started_count",
     "step_count",
 }
 # Arrives as part of `data`.
@@ -78,7 +83,7 @@ def values_of(annotation: Any, *, name: str, filled: bool) -> st.SearchStrategy[
     if annotation is Namespace:
         return namespaces
     if issubclass(annotation, IntEnum):
-        return st.sampled_from(annotation)
+        return st.sampled_from([member for member in annotation if member or not filled])
     return messages_of(annotation, filled=filled)
 
 
@@ -184,13 +189,33 @@ def test_garbage_is_an_operating_error_and_nothing_else(path: str, garbage: byte
         (messages.Tier, store_pb2.Tier, "TIER_"),
         (messages.ReserveState, store_pb2.ReserveState, "RESERVE_STATE_"),
         (messages.CommitState, store_pb2.CommitState, "COMMIT_STATE_"),
+        (messages.CutReason, store_pb2.CutReason, "CUT_REASON_"),
+        (messages.NvmeState, store_pb2.NvmeState, "NVME_STATE_"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_enums_have_the_numbers_of_the_protos(ours: type[IntEnum], theirs: Any, prefix: str) -> None:
     expected = {name.removeprefix(prefix): number for name, number in theirs.items()}
     assert expected.pop("UNSPECIFIED") == 0
-    assert {member.name: int(member) for member in ours} == expected
+    assert {member.name: int(member) for member in ours if member.name != "NONE"} == expected
+    assert all(int(member) == 0 for member in ours if member.name == "NONE")
+
+
+def test_a_reason_that_only_later_versions_know_is_none_and_what_is_left_out_stays_so() -> None:
+    response = store_pb2.LookupBlocksResponse(matched_count=1, left_out_count=2, cut_reason=typing.cast("Any", 9))
+    decoded = wire.LOOKUP_BLOCKS.decode_response(response.SerializeToString())
+    assert (decoded.matched_count, decoded.left_out_count, decoded.cut_reason) == (1, 2, messages.CutReason.NONE)
+
+
+def test_a_state_of_the_nvme_tier_that_is_not_known_is_not_believed() -> None:
+    response = store_pb2.GetStoreStatsResponse(nvme=store_pb2.NvmeStats(state=typing.cast("Any", 9)))
+    with pytest.raises(ProtocolError, match="unknown state 9"):
+        wire.GET_STORE_STATS.decode_response(response.SerializeToString())
+
+
+def test_a_lookup_that_does_not_care_for_costs_is_no_longer_than_before_there_were_any() -> None:
+    request = messages.LookupBlocksRequest(namespace_id=messages.NamespaceId(b"n" * 32), block_hashes=b"h" * 32)
+    assert len(wire.LOOKUP_BLOCKS.encode_request(request)) == 2 * (2 + 32)
 
 
 def test_a_namespace_that_is_not_canonical_is_the_callers_mistake() -> None:

@@ -5,11 +5,13 @@ nothing of gRPC is started, so a fork is as good as a fresh process.
 
     {"run": "client", "address": "unix:/...", "seed": 7}    -> {"pid": 123}
     {"run": "daemon", "arguments": ["--memory-capacity", ...]} -> {"pid": 124}
+    {"run": "daemon", "arguments": [...], "crash_at": "nvme.after_sync:2"} -> {"pid": 125}
     {"wait": 123}                                              -> {"code": -9}
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -27,6 +29,7 @@ import kvstore_server.obs.logs  # noqa: F401
 from kvstore.messages import BlockState
 from kvstore_client import Client, ClientConfig
 from kvstore_server.cli import serve
+from kvstore_server.nvme import crash
 
 WRONG_BYTES = 3
 
@@ -54,7 +57,10 @@ def run_client(address: str, seed: int) -> NoReturn:
                         os._exit(WRONG_BYTES)
 
 
-def run_daemon(arguments: list[str]) -> NoReturn:
+def run_daemon(arguments: list[str], crash_at: str) -> NoReturn:
+    if crash_at:
+        os.environ[crash.CRASH_VARIABLE] = crash_at
+        importlib.reload(crash)  # what is armed is read when a process starts, and this one did so long ago
     serve.main(arguments, standalone_mode=False)
     os._exit(0)
 
@@ -70,7 +76,7 @@ def start(command: dict[str, Any]) -> int:
         os.dup2(quiet, 1)
         if command["run"] == "client":
             run_client(command["address"], command["seed"])
-        run_daemon(command["arguments"])
+        run_daemon(command["arguments"], command.get("crash_at", ""))
     except BaseException:  # noqa: BLE001  (whatever it was, a forked child must not run on as the parent)
         traceback.print_exc()
         os._exit(1)

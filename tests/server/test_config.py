@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,10 +12,12 @@ import yaml
 from click.testing import CliRunner
 
 from kvstore.errors import InvalidArgumentError
+from kvstore.keys import BlockHash
 from kvstore_server.cli import config as config_command
 from kvstore_server.cli import serve
-from kvstore_server.config import Config, MemoryConfig, load_config, unknown_environment
+from kvstore_server.config import Config, MemoryConfig, NvmeConfig, load_config, unknown_environment
 from kvstore_server.machine import memory_limit_bytes
+from kvstore_server.nvme.index import Index, IndexRecord
 
 MIB = 1 << 20
 Load = Callable[..., Config]
@@ -221,6 +224,36 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
             "tenants: [{name: a, uids: [1]}]\nmemory: {capacity: 8MiB, slab_size: 8MiB}",
             r"1 tenants and everybody else share 1 slabs; each needs one: raise memory\.capacity",
         ),
+        (
+            "nvme: {path: /d}",
+            r"nvme: capacity is missing; allowed with path /d: a size such as 200GiB, a hard cap on what the whole",
+        ),
+        ("nvme: {capacity: 1GiB}", "nvme: capacity 1073741824 is set and path is not; allowed: both, or neither"),
+        (
+            "nvme: {path: /d, capacity: 32MiB}",
+            "nvme: capacity 33554432 is too small; allowed: at least 51380224, for 2 segments of 16777216 and 16777216",
+        ),
+        (
+            "nvme: {path: /d, capacity: 1GiB, segment_size: 1GiB}",
+            r"capacity 1073741824 is too small; allowed: at least \d+, for 2 segments of 1073741824",
+        ),
+        (
+            "nvme: {path: /d, capacity: 1GiB, segment_size: 1000KiB}",
+            "segment_size 1024000 is too small; .*at least 1MiB",
+        ),
+        ("nvme: {path: /d, capacity: lots}", r"nvme\.capacity is 'lots'; allowed: a size such as"),
+        ("nvme: {path: /d, capacity: 1GiB, write_budget_per_day: 1}", "write_budget_per_day 1 is too small; .*1MiB"),
+        ("nvme: {sync: always}", r"nvme\.sync is 'always'; allowed: 'data' or 'none'"),
+        ("nvme: {admission: some}", r"nvme\.admission is 'some'; allowed: 'all', 'second-hit' or 'adaptive'"),
+        ("nvme: {compression: gzip}", r"nvme\.compression is 'gzip'; allowed: 'auto', 'none', 'zstd' or 'lz4'"),
+        ("nvme: {io_threads: 0}", r"nvme\.io_threads is 0; allowed: greater than or equal to 1"),
+        ("nvme: {io_threads: 65}", r"nvme\.io_threads is 65; allowed: less than or equal to 64"),
+        ("nvme: {demote_batch: 0}", r"nvme\.demote_batch is 0"),
+        ("nvme: {load_timeout_s: 0}", r"nvme\.load_timeout_s is 0; allowed: greater than 0"),
+        (
+            "memory: {capacity: 64MiB}\nnvme: {demotion_queue: 33MiB}",
+            r"nvme\.demotion_queue is 34603008; allowed: at most half of memory\.capacity, 33554432",
+        ),
         ("log: {level: loud}", r"log\.level is 'loud'; allowed: .*'debug'"),
         ("shutdown: {grace_s: -1}", r"shutdown\.grace_s is -1"),
     ],
@@ -285,15 +318,95 @@ def test_slabs_are_whole_pages_and_fit(capacity_bytes: int) -> None:
     assert 4096 <= slab_bytes <= capacity_bytes
 
 
+# --- the NVMe tier
+
+
+def test_without_a_path_there_is_no_nvme_tier(load: Load) -> None:
+    assert not load().nvme.is_enabled
+    assert load(flags={"nvme": {"path": "/d", "capacity": "1GiB"}}).nvme.is_enabled
+
+
+def test_an_empty_path_turns_the_nvme_tier_of_a_file_off(load: Load) -> None:
+    in_file = "nvme: {path: /d, capacity: 1GiB}"
+    assert not load(in_file, flags={"nvme": {"path": ""}}).nvme.is_enabled
+    assert not load(in_file, environment={"KVSTORE_NVME__PATH": ""}).nvme.is_enabled
+
+
+@pytest.mark.parametrize(
+    "capacity_bytes", [49 * MIB, 50 * MIB + 4095, 300 * MIB, 1 << 30, 8 << 30, 10 << 30, 10**12, 1 << 44]
+)
+@pytest.mark.parametrize("segment_size", [None, MIB, 5_000_000])
+def test_segments_and_a_full_index_are_within_the_capacity_and_use_most_of_it(
+    capacity_bytes: int, segment_size: int | None
+) -> None:
+    nvme = NvmeConfig(path=Path("/d"), capacity=capacity_bytes, segment_size=segment_size)
+    most_bytes = nvme.segment_count * nvme.segment_bytes + nvme.index_map_bytes
+    assert nvme.segment_bytes % 4096 == nvme.index_map_bytes % 4096 == 0
+    assert nvme.segment_count >= 2
+    # A MiB is for the folders and small files beside them; what is left over is less than a segment.
+    assert 0 <= capacity_bytes - MIB - most_bytes < nvme.segment_bytes
+
+
+@pytest.mark.parametrize(
+    ("capacity_bytes", "segment_bytes"),
+    [(49 * MIB, 16 * MIB), (1 << 30, 125 * MIB), (16 << 30, 1 << 30), (1 << 44, 1 << 30)],
+)
+def test_segments_are_an_eighth_of_the_capacity_within_bounds(capacity_bytes: int, segment_bytes: int) -> None:
+    assert NvmeConfig(path=Path("/d"), capacity=capacity_bytes).segment_bytes == segment_bytes
+
+
+def test_the_index_has_room_for_a_record_for_each_block_of_256_kib(tmp_path: Path) -> None:
+    capacity_bytes = 4 << 30
+    nvme = NvmeConfig(path=tmp_path, capacity=capacity_bytes)
+    index = Index(tmp_path / "index", map_bytes=nvme.index_map_bytes)
+    for turn in range(2):  # the second time over, as blocks that come and go do
+        for start in range(0, capacity_bytes // (256 << 10), 1024):
+            index.apply([record(number, sequence=turn) for number in range(start, start + 1024)], ())
+    assert index.count == capacity_bytes // (256 << 10)
+    index.close()
+
+
+def record(number: int, *, sequence: int) -> IndexRecord:
+    block_hash = BlockHash(hashlib.sha256(number.to_bytes(8)).digest())
+    return IndexRecord(bytes(32), block_hash, number << 18, sequence, 256 << 10, block_hash)
+
+
+def test_a_part_of_the_file_system_stays_free_for_others() -> None:
+    nvme = NvmeConfig(path=Path("/d"), capacity=1 << 30)
+    assert nvme.free_reserve_bytes(filesystem_bytes=100 << 30) == 5 << 30
+    assert nvme.free_reserve_bytes(filesystem_bytes=10 << 40) == 10 << 30
+    told = NvmeConfig(path=Path("/d"), capacity=1 << 30, free_reserve=0)
+    assert told.free_reserve_bytes(filesystem_bytes=100 << 30) == 0
+
+
+@pytest.mark.parametrize(
+    ("capacity", "queue_bytes"), [("64MiB", 32 * MIB), ("512MiB", 64 * MIB), ("1GiB", 64 * MIB), ("1.5GiB", 96 * MIB)]
+)
+def test_blocks_on_their_way_to_the_disk_take_a_bounded_part_of_the_memory(
+    load: Load, capacity: str, queue_bytes: int
+) -> None:
+    flags = {"memory": {"capacity": capacity}}
+    assert load(flags=flags).demotion_queue_bytes == queue_bytes
+    assert load(flags=flags | {"nvme": {"demotion_queue": "1MiB"}}).demotion_queue_bytes == MIB
+
+
+def test_prefetches_leave_most_of_the_memory_to_what_is_in_use(load: Load) -> None:
+    assert load(flags={"memory": {"capacity": "64MiB"}}).prefetch_in_flight_bytes == 16 * MIB
+    assert load(flags={"memory": {"capacity": "1.5GiB"}}).prefetch_in_flight_bytes == 256 * MIB
+    assert load("memory: {capacity: 1GiB}\nnvme: {prefetch_in_flight: 8MiB}").prefetch_in_flight_bytes == 8 * MIB
+
+
 # --- `kvstore config`
 
 
 def test_the_printed_configuration_is_a_valid_one_that_means_the_same(load: Load) -> None:
     arguments = ["--memory-capacity", "1.5GiB", "--grpc-port", "0", "--log-format", "json"]
+    arguments += ["--nvme-path", "/d", "--nvme-capacity", "1GiB"]
     printed = CliRunner().invoke(config_command, arguments)
     assert printed.exit_code == 0, printed.output
     again = load(printed.output)
     assert again.memory.capacity == 3 << 29
+    assert (again.nvme.path, again.nvme.capacity) == (Path("/d"), 1 << 30)
     assert yaml.safe_load(printed.output) == again.model_dump(mode="json")
 
 

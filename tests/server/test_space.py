@@ -133,6 +133,59 @@ def test_an_emptied_slab_serves_another_slot_size() -> None:
     assert space.allocate(large) == 0
 
 
+def served(*slabs: int) -> SlabSpace:
+    space = SlabSpace(slab_count=SLAB_COUNT, slab_bytes=SLAB_BYTES)
+    for slab in slabs:
+        space.add_slab(SlabId(slab))
+    for namespace_id, block_bytes in NAMESPACES.items():
+        space.open(namespace_id, block_bytes=block_bytes)
+    return space
+
+
+def test_restored_places_are_taken_and_all_others_are_still_given_out() -> None:
+    space = served(0, 1)
+    small, large, *_ = NAMESPACES
+    places = [Place(slot * PAGE) for slot in (5, 1, 2)]
+    assert space.restore(small, places) == [True] * 3
+    space.check_invariants()
+    assert space.used_bytes == 3 * PAGE
+    assert [space.ref_count(place) for place in places] == [1] * 3
+    assert [space.allocate(small) for _ in range(5)] == [slot * PAGE for slot in (0, 3, 4, 6, 7)]
+    assert space.allocate(large) == SLAB_BYTES
+    for slot in range(8):
+        assert space.release(Place(slot * PAGE))
+    assert space.allocate(ScopedId(b"8" * 32)) == 0, "the emptied slab serves everybody"
+    space.check_invariants()
+
+
+def test_a_slab_that_is_restored_full_gives_nothing_out() -> None:
+    space = served(0)
+    assert all(space.restore(ScopedId(b"2" * 32), [Place(slot * 2 * PAGE) for slot in range(4)]))
+    assert space.allocate(ScopedId(b"2" * 32)) is None
+    space.check_invariants()
+
+
+def test_places_that_cannot_be_are_not_restored() -> None:
+    space = served(0, 2)
+    _, pairs, shared, _ = NAMESPACES
+    assert space.restore(pairs, [Place(0), Place(0), Place(PAGE), Place(2 * PAGE)]) == [True, False, False, True]
+    assert space.restore(shared, [Place(4 * PAGE)]) == [False], "the slab is another namespace's"
+    assert space.restore(pairs, [Place(4 * PAGE)]) == [False], "the slab serves already"
+    out_of_service = [Place(SLAB_BYTES), Place(-2 * PAGE), Place(SLAB_COUNT * SLAB_BYTES)]
+    assert space.restore(pairs, out_of_service) == [False] * 3
+    assert space.used_bytes == 4 * PAGE
+    space.check_invariants()
+    assert space.allocate(shared) == 2 * SLAB_BYTES
+
+
+def test_a_place_behind_the_last_whole_slot_of_a_slab_is_not_restored() -> None:
+    space = SlabSpace(slab_count=1, slab_bytes=7 * PAGE)
+    space.add_slab(SlabId(0))
+    assert space.open(ScopedId(b"2" * 32), block_bytes=2 * PAGE) == 2 * PAGE
+    assert space.restore(ScopedId(b"2" * 32), [Place(6 * PAGE)]) == [False]
+    space.check_invariants()
+
+
 ACME = Tenant("acme")
 ACMES = ScopedId(b"acme" + b"1" * 32)
 
@@ -191,3 +244,12 @@ def test_a_slab_that_is_in_use_is_never_claimed() -> None:
 def test_every_slot_has_room_for_its_header_and_is_aligned_to_pages() -> None:
     space = SlabSpace(slab_count=1, slab_bytes=64 << 20)
     assert space.open(ScopedId(b"1" * 32), block_bytes=192 + (2 << 20)) % PAGE == 0
+
+
+def test_a_restored_slab_is_its_tenants() -> None:
+    space = two_tenants()
+    assert space.restore(ACMES, [Place(0)]) == [True]
+    assert space.tenant_of_slab(SlabId(0)) == ACME
+    assert not space.is_below_share(ACME)
+    assert space.allocate(ScopedId(b"1" * 32)) == SLAB_BYTES
+    space.check_invariants()

@@ -19,7 +19,7 @@ from kvstore.messages import BlockState, CommitState, LeaseId, OwnerId, Reservat
 from kvstore.namespace import Namespace
 from kvstore.slab import SlotState
 from kvstore_server.core.space import Place, SlabId, SlabSpace
-from kvstore_server.core.store import Reservation, StoreCore, StoredBlock
+from kvstore_server.core.store import LowerTier, Reservation, StoreCore, StoredBlock
 from kvstore_server.core.tenants import DEFAULT_TENANT, ScopedId, Tenant, scoped
 from tests.server.builders import (
     ALICE,
@@ -93,8 +93,9 @@ class ModelReservation(ModelHold):
 class StoreCoreMachine(RuleBasedStateMachine):
     slab_count = SLAB_COUNT
     spaces = (Space(DEFAULT_TENANT, SMALL), Space(DEFAULT_TENANT, MIDDLE))
+    departing_bytes_max = 3 * 4096
 
-    def __init__(self) -> None:
+    def __init__(self, lower: LowerTier | None = None) -> None:
         super().__init__()
         self.headers = FakeHeaders()
         self.tenant_count = len({space.tenant for space in self.spaces})
@@ -102,6 +103,8 @@ class StoreCoreMachine(RuleBasedStateMachine):
             space=SlabSpace(slab_count=self.slab_count, slab_bytes=SLAB_BYTES, tenant_count=self.tenant_count),
             watermarks=Watermarks(high=0.9, low=0.7),
             headers=self.headers,
+            lower=lower,
+            departing_bytes_max=self.departing_bytes_max,
         )
         self.waiting_slabs = list(range(self.slab_count))
         self.seen_by: dict[SlabId, Tenant] = {}  # whose bytes have been in the memory that a slab has now
@@ -111,6 +114,8 @@ class StoreCoreMachine(RuleBasedStateMachine):
         self.stranded: dict[ReservationId, ModelReservation] = {}
         self.unfenced: list[ModelReservation] = []
         self.committing: list[tuple[ModelReservation, Reservation]] = []
+        self.promoting: list[tuple[ModelReservation, Reservation]] = []
+        self.departing: dict[Place, Key] = {}
         self.leases: dict[LeaseId, ModelLease] = {}
         self.readers: list[tuple[Key, StoredBlock]] = []
         self.landings: list[tuple[ModelReservation, Reservation, int]] = []
@@ -124,8 +129,11 @@ class StoreCoreMachine(RuleBasedStateMachine):
     # --- helpers
 
     def pending(self) -> dict[Key, ModelReservation]:
-        holds = [*self.reservations.values(), *(hold for hold, _ in self.committing)]
+        holds = [*self.reservations.values(), *(hold for hold, _ in [*self.committing, *self.promoting])]
         return {hold.key: hold for hold in holds}
+
+    def drop_stored(self, key: Key) -> None:
+        self.release(self.stored.pop(key)[0])
 
     def release(self, *places: Place) -> None:
         self.held.subtract(places)
@@ -142,7 +150,10 @@ class StoreCoreMachine(RuleBasedStateMachine):
     def evicting(
         self, act: Callable[[], _Result], *, commits: Key | None = None, tenant: Tenant | None = None
     ) -> _Result:
-        """Runs what may evict, and checks that only blocks went that nobody held, and whose they were."""
+        """Runs what may evict, and checks that only blocks went that nobody held, and whose they were.
+
+        `tenant` is whose blocks may make room for the caller's; None: nobody waits.
+        """
         before = self.core.counters.evicted_count
         may_lose = {space.tenant for space in self.spaces if self.core.space.is_above_share(space.tenant)}
         result = act()
@@ -152,12 +163,16 @@ class StoreCoreMachine(RuleBasedStateMachine):
             if key != commits and self.core.lookup(key[0].id, [block_hash(key[1])]).matched_count == 0
         ]
         assert len(gone) == self.core.counters.evicted_count - before
+        self.check_lower_tier(gone, is_waited_for=tenant is not None)
         for key in gone:
             assert self.tenant_count == 1 or key[0].tenant == tenant or key[0].tenant in may_lose
             place, _ = self.stored.pop(key)
             assert self.held[place] == 1, f"{key[1]} was evicted while held {self.held[place] - 1} times"
             self.release(place)
         return result
+
+    def check_lower_tier(self, gone: list[Key], *, is_waited_for: bool) -> None:
+        """There is none here."""
 
     # --- time and space
 
@@ -292,8 +307,7 @@ class StoreCoreMachine(RuleBasedStateMachine):
         key, block = data.draw(st.sampled_from(self.readers))
         self.core.quarantine(key[0].id, block_hash(key[1]), block)
         if key in self.stored and self.place_of(key) == block.place:
-            del self.stored[key]
-            self.release(block.place)
+            self.drop_stored(key)
             self.corrupt_count += 1
 
     @rule(space=any_space, chain=chains)
@@ -387,7 +401,7 @@ class StoreCoreMachine(RuleBasedStateMachine):
     def check_is_full(self, space: Space, *, child_of: Key | None) -> None:
         """There was no free slot, and of this namespace no leaf that nobody holds, but the new block's own parent."""
         assert self.core.space.allocate(space.id) is None
-        parents = {child_of, *(parent for _, parent in self.stored.values())}
+        parents = {child_of, *(parent for place, parent in self.stored.values() if place not in self.departing)}
         parents |= {hold.parent for hold in self.pending().values()}
         idle = [key[1] for key in self.stored if key[0] == space and self.held[self.place_of(key)] == 1]
         assert all((space, number) in parents for number in idle), f"full, but {idle} could leave"
@@ -498,7 +512,7 @@ class StoreCoreMachine(RuleBasedStateMachine):
         assert self.core.lease_count == len(self.leases)
         assert self.core.stranded_count == len(self.stranded) + len(self.unfenced)
         assert self.core.unfenced_count == len(self.unfenced)
-        assert self.core.reservation_count == len(self.reservations) + len(self.committing)
+        assert self.core.reservation_count == len(self.reservations) + len(self.committing) + len(self.promoting)
         assert self.core.block_count == len(self.stored)
         assert self.core.counters.corrupt_in_memory_count == self.corrupt_count
 
@@ -528,7 +542,7 @@ class StoreCoreMachine(RuleBasedStateMachine):
         assert self.core.space.used_bytes == 0
 
 
-StoreCoreMachine.TestCase.settings = settings(max_examples=60, deadline=None)
+StoreCoreMachine.TestCase.settings = settings(max_examples=40, deadline=None)
 TestStoreCore = StoreCoreMachine.TestCase
 
 
@@ -544,7 +558,7 @@ class TenantsMachine(StoreCoreMachine):
             self.core.space.add_slab(SlabId(self.waiting_slabs.pop()))
 
 
-TenantsMachine.TestCase.settings = settings(max_examples=60, deadline=None)
+TenantsMachine.TestCase.settings = settings(max_examples=40, deadline=None)
 TestTenants = TenantsMachine.TestCase
 
 

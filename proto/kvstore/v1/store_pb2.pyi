@@ -26,6 +26,19 @@ class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TIER_NVME: _ClassVar[Tier]
     TIER_PEER: _ClassVar[Tier]
 
+class CutReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CUT_REASON_UNSPECIFIED: _ClassVar[CutReason]
+    CUT_REASON_TOO_SLOW: _ClassVar[CutReason]
+    CUT_REASON_TIER_UNAVAILABLE: _ClassVar[CutReason]
+
+class NvmeState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    NVME_STATE_UNSPECIFIED: _ClassVar[NvmeState]
+    NVME_STATE_OK: _ClassVar[NvmeState]
+    NVME_STATE_DEGRADED: _ClassVar[NvmeState]
+    NVME_STATE_RECOVERING: _ClassVar[NvmeState]
+
 class TransferPath(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     TRANSFER_PATH_UNSPECIFIED: _ClassVar[TransferPath]
@@ -62,6 +75,13 @@ TIER_VRAM: Tier
 TIER_MEMORY: Tier
 TIER_NVME: Tier
 TIER_PEER: Tier
+CUT_REASON_UNSPECIFIED: CutReason
+CUT_REASON_TOO_SLOW: CutReason
+CUT_REASON_TIER_UNAVAILABLE: CutReason
+NVME_STATE_UNSPECIFIED: NvmeState
+NVME_STATE_OK: NvmeState
+NVME_STATE_DEGRADED: NvmeState
+NVME_STATE_RECOVERING: NvmeState
 TRANSFER_PATH_UNSPECIFIED: TransferPath
 TRANSFER_PATH_STREAM: TransferPath
 TRANSFER_PATH_SLAB: TransferPath
@@ -120,7 +140,7 @@ class GetStoreStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStoreStatsResponse(_message.Message):
-    __slots__ = ("capacity_bytes", "ready_bytes", "used_bytes", "block_count", "reservation_count", "lease_count", "namespace_count", "hit_count", "miss_count", "pending_count", "committed_count", "evicted_count", "read_bytes", "written_bytes", "corrupt_count", "uptime_duration", "namespaces", "sent_count", "unsent_count", "refused_count")
+    __slots__ = ("capacity_bytes", "ready_bytes", "used_bytes", "block_count", "reservation_count", "lease_count", "namespace_count", "hit_count", "miss_count", "pending_count", "committed_count", "evicted_count", "read_bytes", "written_bytes", "corrupt_count", "uptime_duration", "namespaces", "sent_count", "unsent_count", "refused_count", "nvme")
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     READY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -141,6 +161,7 @@ class GetStoreStatsResponse(_message.Message):
     SENT_COUNT_FIELD_NUMBER: _ClassVar[int]
     UNSENT_COUNT_FIELD_NUMBER: _ClassVar[int]
     REFUSED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    NVME_FIELD_NUMBER: _ClassVar[int]
     capacity_bytes: int
     ready_bytes: int
     used_bytes: int
@@ -161,7 +182,42 @@ class GetStoreStatsResponse(_message.Message):
     sent_count: int
     unsent_count: int
     refused_count: int
-    def __init__(self, capacity_bytes: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., block_count: _Optional[int] = ..., reservation_count: _Optional[int] = ..., lease_count: _Optional[int] = ..., namespace_count: _Optional[int] = ..., hit_count: _Optional[int] = ..., miss_count: _Optional[int] = ..., pending_count: _Optional[int] = ..., committed_count: _Optional[int] = ..., evicted_count: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., corrupt_count: _Optional[int] = ..., uptime_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., sent_count: _Optional[int] = ..., unsent_count: _Optional[int] = ..., refused_count: _Optional[int] = ...) -> None: ...
+    nvme: NvmeStats
+    def __init__(self, capacity_bytes: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., block_count: _Optional[int] = ..., reservation_count: _Optional[int] = ..., lease_count: _Optional[int] = ..., namespace_count: _Optional[int] = ..., hit_count: _Optional[int] = ..., miss_count: _Optional[int] = ..., pending_count: _Optional[int] = ..., committed_count: _Optional[int] = ..., evicted_count: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., corrupt_count: _Optional[int] = ..., uptime_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., sent_count: _Optional[int] = ..., unsent_count: _Optional[int] = ..., refused_count: _Optional[int] = ..., nvme: _Optional[_Union[NvmeStats, _Mapping]] = ...) -> None: ...
+
+class NvmeStats(_message.Message):
+    __slots__ = ("state", "reason", "capacity_bytes", "used_bytes", "block_count", "segment_count", "demoted_count", "promoted_count", "hit_count", "written_bytes", "read_bytes", "evicted_count", "dropped_count", "corrupt_count", "undemoted_count")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    DEMOTED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PROMOTED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    HIT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CORRUPT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    UNDEMOTED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    state: NvmeState
+    reason: str
+    capacity_bytes: int
+    used_bytes: int
+    block_count: int
+    segment_count: int
+    demoted_count: int
+    promoted_count: int
+    hit_count: int
+    written_bytes: int
+    read_bytes: int
+    evicted_count: int
+    dropped_count: int
+    corrupt_count: int
+    undemoted_count: int
+    def __init__(self, state: _Optional[_Union[NvmeState, str]] = ..., reason: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., block_count: _Optional[int] = ..., segment_count: _Optional[int] = ..., demoted_count: _Optional[int] = ..., promoted_count: _Optional[int] = ..., hit_count: _Optional[int] = ..., written_bytes: _Optional[int] = ..., read_bytes: _Optional[int] = ..., evicted_count: _Optional[int] = ..., dropped_count: _Optional[int] = ..., corrupt_count: _Optional[int] = ..., undemoted_count: _Optional[int] = ...) -> None: ...
 
 class NamespaceStats(_message.Message):
     __slots__ = ("namespace_id", "model", "slot_bytes", "block_count", "used_bytes")
@@ -196,54 +252,66 @@ class OpenNamespaceResponse(_message.Message):
     def __init__(self, namespace_id: _Optional[bytes] = ..., epoch: _Optional[bytes] = ..., slot_bytes: _Optional[int] = ...) -> None: ...
 
 class LookupBlocksRequest(_message.Message):
-    __slots__ = ("namespace_id", "block_hashes", "wait_duration")
+    __slots__ = ("namespace_id", "block_hashes", "wait_duration", "recompute_us_per_block")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     WAIT_DURATION_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTE_US_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     block_hashes: bytes
     wait_duration: _duration_pb2.Duration
-    def __init__(self, namespace_id: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., wait_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    recompute_us_per_block: float
+    def __init__(self, namespace_id: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., wait_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., recompute_us_per_block: _Optional[float] = ...) -> None: ...
 
 class LookupBlocksResponse(_message.Message):
-    __slots__ = ("matched_count", "block_states", "tiers", "epoch")
+    __slots__ = ("matched_count", "block_states", "tiers", "epoch", "left_out_count", "cut_reason")
     MATCHED_COUNT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_STATES_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CUT_REASON_FIELD_NUMBER: _ClassVar[int]
     matched_count: int
     block_states: bytes
     tiers: bytes
     epoch: bytes
-    def __init__(self, matched_count: _Optional[int] = ..., block_states: _Optional[bytes] = ..., tiers: _Optional[bytes] = ..., epoch: _Optional[bytes] = ...) -> None: ...
+    left_out_count: int
+    cut_reason: CutReason
+    def __init__(self, matched_count: _Optional[int] = ..., block_states: _Optional[bytes] = ..., tiers: _Optional[bytes] = ..., epoch: _Optional[bytes] = ..., left_out_count: _Optional[int] = ..., cut_reason: _Optional[_Union[CutReason, str]] = ...) -> None: ...
 
 class AcquirePrefixRequest(_message.Message):
-    __slots__ = ("namespace_id", "owner_id", "block_hashes", "lease_duration", "wait_duration")
+    __slots__ = ("namespace_id", "owner_id", "block_hashes", "lease_duration", "wait_duration", "recompute_us_per_block")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     OWNER_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     LEASE_DURATION_FIELD_NUMBER: _ClassVar[int]
     WAIT_DURATION_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTE_US_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     owner_id: bytes
     block_hashes: bytes
     lease_duration: _duration_pb2.Duration
     wait_duration: _duration_pb2.Duration
-    def __init__(self, namespace_id: _Optional[bytes] = ..., owner_id: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    recompute_us_per_block: float
+    def __init__(self, namespace_id: _Optional[bytes] = ..., owner_id: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., recompute_us_per_block: _Optional[float] = ...) -> None: ...
 
 class AcquirePrefixResponse(_message.Message):
-    __slots__ = ("matched_count", "block_states", "tiers", "epoch", "lease_id")
+    __slots__ = ("matched_count", "block_states", "tiers", "epoch", "lease_id", "left_out_count", "cut_reason")
     MATCHED_COUNT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_STATES_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CUT_REASON_FIELD_NUMBER: _ClassVar[int]
     matched_count: int
     block_states: bytes
     tiers: bytes
     epoch: bytes
     lease_id: int
-    def __init__(self, matched_count: _Optional[int] = ..., block_states: _Optional[bytes] = ..., tiers: _Optional[bytes] = ..., epoch: _Optional[bytes] = ..., lease_id: _Optional[int] = ...) -> None: ...
+    left_out_count: int
+    cut_reason: CutReason
+    def __init__(self, matched_count: _Optional[int] = ..., block_states: _Optional[bytes] = ..., tiers: _Optional[bytes] = ..., epoch: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., left_out_count: _Optional[int] = ..., cut_reason: _Optional[_Union[CutReason, str]] = ...) -> None: ...
 
 class RenewLeasesRequest(_message.Message):
     __slots__ = ("owner_id", "lease_ids", "lease_duration")
@@ -416,6 +484,30 @@ class CountReadsRequest(_message.Message):
 class CountReadsResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class PrefetchBlocksRequest(_message.Message):
+    __slots__ = ("namespace_id", "block_hashes", "budget_bytes")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    block_hashes: bytes
+    budget_bytes: int
+    def __init__(self, namespace_id: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., budget_bytes: _Optional[int] = ...) -> None: ...
+
+class PrefetchBlocksResponse(_message.Message):
+    __slots__ = ("in_memory_count", "started_count", "refused_count", "missing_count", "epoch")
+    IN_MEMORY_COUNT_FIELD_NUMBER: _ClassVar[int]
+    STARTED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MISSING_COUNT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    in_memory_count: int
+    started_count: int
+    refused_count: int
+    missing_count: int
+    epoch: bytes
+    def __init__(self, in_memory_count: _Optional[int] = ..., started_count: _Optional[int] = ..., refused_count: _Optional[int] = ..., missing_count: _Optional[int] = ..., epoch: _Optional[bytes] = ...) -> None: ...
 
 class VerifyBlocksRequest(_message.Message):
     __slots__ = ("namespace_id", "block_hashes")

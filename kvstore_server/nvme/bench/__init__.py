@@ -1,0 +1,1 @@
+"""`kvstore bench nvme`: the NVMe tier beside the disk that it is on."""

@@ -1,0 +1,256 @@
+"""What lies where on disk: the LMDB environment that maps blocks to places. It holds no bytes of blocks.
+
+Records are hints: whoever reads a block verifies it. So one that is out of date costs a miss and nothing more, and the
+file needs no checksum of its records. What it needs is a sound structure, since LMDB maps the file into memory and
+walks it without doubting it: a damaged file could end the process. Each is therefore checked before LMDB sees it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import lmdb
+from lmdb import verify as lmdb_verify
+
+from kvstore.envelope import checksum
+from kvstore.errors import CapacityError, UnavailableError
+from kvstore.keys import HASH_BYTES, BlockHash
+from kvstore_server.nvme.crash import crash_point
+from kvstore_server.nvme.index_pages import find_damage
+
+STORE_ID_BYTES = 16
+FORMAT_VERSION = 1
+_DATA_NAME = "data.mdb"
+_FILE_NAMES = (_DATA_NAME, "lock.mdb")
+
+_BLOCKS = b"blocks"
+_META = b"meta"
+_STORE_KEY = b"store"
+_STORE = struct.Struct(f"<4sHH{STORE_ID_BYTES}s")
+"""Magic, format version, zero, store id; the XXH3-64 of these bytes follows."""
+_STORE_CHECKSUM = struct.Struct("<Q")
+_STORE_MAGIC = b"KVNI"
+_RECORD = struct.Struct(f"<QQQ{HASH_BYTES}s")
+_NO_PARENT = bytes(HASH_BYTES)
+
+
+class IndexFullError(CapacityError):
+    """The index's map has no room for the transaction, of which nothing was applied."""
+
+
+class IndexDamagedError(UnavailableError):
+    """The index cannot be used, and must be rebuilt from the segments or begun anew."""
+
+
+class IndexVersionError(UnavailableError):
+    """The index was written by another version; there is nothing wrong with it."""
+
+
+class IndexRecord(NamedTuple):
+    scoped_id: bytes
+    block_hash: BlockHash
+    place: int
+    sequence: int
+    stored_bytes: int
+    parent_hash: BlockHash | None
+
+
+class Index:
+    """A durable map from blocks to places, changed in transactions that apply as a whole or not at all.
+
+    Threads may share one; `close` comes after everything else. One process at a time may open a folder: see
+    `kvstore_server.nvme.ownership`. After an `OSError` or `IndexDamagedError` it may refuse everything until it is
+    closed and opened again, which finds the last transaction that succeeded.
+    """
+
+    def __init__(self, folder: Path, *, map_bytes: int, new_store_id: bytes | None = None) -> None:
+        """Opens an index, or makes one; raises `IndexDamagedError`, `IndexVersionError` or `OSError`.
+
+        `map_bytes` is the most that its file may take, up to 1 KiB per record: a page is two thirds full when keys
+        come in random order, and a transaction needs new pages before it can free the old. An index that is made here
+        belongs to the store `new_store_id`, by default to a new one.
+        """
+        self.skipped_count = 0
+        """Records that `records` left out the last time, because they have another length."""
+        self._data_path = folder / _DATA_NAME
+        folder.mkdir(mode=0o700, exist_ok=True)
+        _check_structure(self._data_path)
+        page_bytes = os.sysconf("SC_PAGE_SIZE")
+        with _translated():
+            self._env = lmdb.open(
+                str(folder),
+                map_size=-(-map_bytes // page_bytes) * page_bytes,
+                max_dbs=2,
+                mode=0o600,
+                # A commit returns when it is on the device: it is what makes blocks that follow from it visible.
+                sync=True,
+                metasync=True,
+                # A full disk is an error of a write then, and not a SIGBUS; stray pointers cannot spoil it either.
+                writemap=False,
+                # Pages are wanted in random order; the check above has just read all of them in order.
+                readahead=False,
+                # Without it, whatever this process had in memory would be written into unused parts of pages.
+                meminit=True,
+                # Threads read beside the one that writes. Costs nothing that can be measured beside the sync.
+                lock=True,
+                # The format that the check knows, and that every release of the library can read.
+                lib_version=0,
+            )
+        try:
+            with _translated():
+                self._blocks = self._env.open_db(_BLOCKS)
+                self._meta = self._env.open_db(_META)
+                self.store_id = self._read_or_make_store_id(new_store_id)
+            # LMDB syncs its file, not the folders that lead to it.
+            _sync_folder(folder)
+            _sync_folder(folder.parent)
+        except BaseException:
+            self._env.close()
+            raise
+
+    def records(self) -> list[IndexRecord]:
+        """All of them, in the order of their keys."""
+        unpack, scoped_ids, skipped = _RECORD.unpack, dict[bytes, bytes](), 0
+        found: list[IndexRecord] = []
+        append, make = found.append, tuple.__new__  # `IndexRecord(...)` takes half as long again for the whole
+        with _translated(), self._env.begin(db=self._blocks) as txn, txn.cursor() as cursor:
+            for key, value in cursor.iternext():
+                if len(value) != _RECORD.size or len(key) < 2 * HASH_BYTES:
+                    skipped += 1
+                    continue
+                place, sequence, stored_bytes, parent_hash = unpack(value)
+                scoped_id = key[:-HASH_BYTES]
+                append(
+                    make(
+                        IndexRecord,
+                        (
+                            # One object per namespace, not one per block.
+                            scoped_ids.setdefault(scoped_id, scoped_id),
+                            key[-HASH_BYTES:],
+                            place,
+                            sequence,
+                            stored_bytes,
+                            None if parent_hash == _NO_PARENT else parent_hash,
+                        ),
+                    )
+                )
+        self.skipped_count = skipped
+        return found
+
+    def apply(self, puts: Sequence[IndexRecord], deletes: Sequence[tuple[bytes, BlockHash]]) -> None:
+        """Deletes, then puts, in one transaction that is on the device when this returns; blocks for the sync.
+
+        What is not there is as good as deleted. Raises `IndexFullError`, `IndexDamagedError` or `OSError`; nothing is
+        applied then.
+        """
+        pack = _RECORD.pack
+        with _translated(), self._env.begin(write=True, db=self._blocks) as txn:
+            for scoped_id, block_hash in deletes:
+                txn.delete(scoped_id + block_hash)
+            for scoped_id, block_hash, place, sequence, stored_bytes, parent_hash in puts:
+                txn.put(scoped_id + block_hash, pack(place, sequence, stored_bytes, parent_hash or _NO_PARENT))
+            crash_point("nvme.in_index")
+
+    def clear(self) -> None:
+        """Forgets all blocks, durably; the store keeps its id."""
+        with _translated(), self._env.begin(write=True) as txn:
+            txn.drop(self._blocks, delete=False)
+
+    @property
+    def count(self) -> int:
+        with _translated(), self._env.begin(db=self._blocks) as txn:
+            return int(txn.stat(self._blocks)["entries"])
+
+    @property
+    def size_bytes(self) -> int:
+        """What its data takes on disk."""
+        return self._data_path.stat().st_blocks * 512
+
+    def close(self) -> None:
+        """May be called again."""
+        self._env.close()
+
+    def _read_or_make_store_id(self, new_store_id: bytes | None) -> bytes:
+        with self._env.begin(write=True, db=self._meta) as txn:
+            stored = txn.get(_STORE_KEY)
+            if stored is not None:
+                return _decode_store(stored)
+            if txn.stat(self._blocks)["entries"]:
+                raise IndexDamagedError("the index has blocks, but no store id")
+            store_id = os.urandom(STORE_ID_BYTES) if new_store_id is None else new_store_id
+            assert len(store_id) == STORE_ID_BYTES, f"a store id has {STORE_ID_BYTES} bytes, not {len(store_id)}"
+            head = _STORE.pack(_STORE_MAGIC, FORMAT_VERSION, 0, store_id)
+            txn.put(_STORE_KEY, head + _STORE_CHECKSUM.pack(checksum(head)))
+            return store_id
+
+
+def remove_index(folder: Path) -> None:
+    """Deletes a closed index, damaged or not, durably; what the segments hold stays. Raises `OSError`."""
+    for name in _FILE_NAMES:
+        (folder / name).unlink(missing_ok=True)
+    if folder.is_dir():
+        _sync_folder(folder)
+
+
+def _check_structure(path: Path) -> None:
+    """Reads the whole file, never through a mapping, and checks every page that LMDB could come to.
+
+    Takes a few microseconds per record. What it does not see are changed bytes inside keys and values.
+    """
+    try:
+        if not path.stat().st_size:
+            return  # was being made when the process ended; LMDB begins it anew
+    except FileNotFoundError:
+        return
+    try:
+        problems: list[str] = lmdb_verify.verify(str(path), subdir=False)  # type: ignore[no-untyped-call]
+        problem = problems[0] if problems else find_damage(path)
+    except (lmdb_verify.VerifyError, struct.error, LookupError, ValueError, RecursionError) as error:
+        raise IndexDamagedError(f"{path} is no sound index: {error}") from error
+    if problem is not None:
+        raise IndexDamagedError(f"{path} is damaged: {problem}")
+
+
+def _decode_store(stored: bytes) -> bytes:
+    if len(stored) >= _STORE.size:
+        magic, version, _, store_id = _STORE.unpack_from(stored)
+        # Before the checksum: what other versions keep here may be longer.
+        if magic == _STORE_MAGIC and version != FORMAT_VERSION:
+            raise IndexVersionError(
+                f"the index has format version {version}, this daemon reads {FORMAT_VERSION}; run the version that "
+                "wrote it, or move the folder's index away and rebuild it from the segments"
+            )
+        if magic == _STORE_MAGIC and stored[_STORE.size :] == _STORE_CHECKSUM.pack(checksum(stored[: _STORE.size])):
+            return bytes(store_id)
+    raise IndexDamagedError("the index's store record does not match its checksum")
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    """LMDB's errors as ours; what only a bug can cause stays as it is."""
+    try:
+        yield
+    except (lmdb.MapFullError, lmdb.TxnFullError) as error:
+        raise IndexFullError(f"the index is full: {error}") from error
+    except (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.VersionMismatchError) as error:
+        raise IndexDamagedError(f"the index is damaged: {error}") from error
+    except lmdb.PanicError as error:  # a commit failed half-way before
+        raise OSError(errno.EIO, f"the index must be closed and opened again: {error}") from error
+    except lmdb.Error as error:
+        if error.code > 0:
+            raise OSError(error.code, f"{os.strerror(error.code)} (index: {error})") from error
+        raise
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

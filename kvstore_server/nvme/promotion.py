@@ -1,0 +1,283 @@
+"""From the disk to memory: on use, or ahead of it within a budget. Verified in its slot before anybody sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import time
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from kvstore.envelope import ENVELOPE_BYTES
+from kvstore.errors import CorruptBlockError, KvstoreError
+from kvstore.keys import BlockHash
+from kvstore_server.core.disk import DiskBlock
+from kvstore_server.core.disk_health import DiskFault, DiskWork
+from kvstore_server.core.store import BlockKey, Reservation
+from kvstore_server.core.tenants import ScopedId
+from kvstore_server.core.worth import CostMeter, TierCost
+from kvstore_server.nvme.coding import Codings
+from kvstore_server.nvme.format import DISK_HEADER_BYTES, padded
+from kvstore_server.nvme.parts import Parts
+
+_JOB_BYTES = 2 << 20
+"""Smaller blocks are read by one thread one after the other, up to about this."""
+_LOSSES = frozenset({errno.EIO, errno.ENODATA})
+"""What a device answers for a sector that it cannot read."""
+_PROBE_EVERY_S = 1.0
+_FIRST_COST = TierCost(latency_s=2e-3, bytes_per_s=200e6)
+"""What a read is taken to cost before the first was measured: that of a slow SSD."""
+
+
+class Prefetched(NamedTuple):
+    in_memory_count: int
+    started_count: int
+    refused_count: int
+    missing_count: int
+
+
+class _Load(NamedTuple):
+    block: DiskBlock
+    reservation: Reservation
+
+
+class Promotion:
+    """Each block is read once, however many wait for it."""
+
+    def __init__(self, parts: Parts, codings: Codings) -> None:
+        self._parts = parts
+        self._codings = codings
+        self._loading: dict[BlockKey, asyncio.Task[None]] = {}
+        self._loading_bytes = 0
+        self._prefetching_bytes = 0
+        self._meter = CostMeter(first=_FIRST_COST)
+        self._last_read: DiskBlock | None = None
+        self._probed_s = 0.0
+
+    @property
+    def cost(self) -> TierCost:
+        return self._meter.cost
+
+    @property
+    def queued_bytes(self) -> int:
+        return self._loading_bytes
+
+    def probe(self) -> None:
+        """To be called when a block was left out as too slow: reads something to no end every so often, so that a disk
+        that has become fast again is found out."""
+        parts, now_s = self._parts, self._parts.clock()
+        is_due = now_s >= self._probed_s + _PROBE_EVERY_S
+        if self._last_read is None or not is_due or parts.reads_under_way or not parts.may_read():
+            return
+        self._probed_s = now_s
+        parts.spawn(self._probe(self._last_read))
+
+    async def _probe(self, block: DiskBlock) -> None:
+        parts = self._parts
+        size_bytes = padded(DISK_HEADER_BYTES + block.stored_bytes)
+        parts.reads_under_way += 1
+        try:
+            elapsed_s = await parts.in_io_thread(partial(self._touch, block, size_bytes))
+        except OSError as error:
+            parts.note_error(error, at=DiskWork.READING)
+            return
+        finally:
+            parts.reads_under_way -= 1
+        parts.counts.device_read_bytes += size_bytes
+        self._meter.note(size_bytes=size_bytes, elapsed_s=elapsed_s)
+        if elapsed_s <= parts.settings.load_timeout_s:
+            parts.note_done(DiskWork.READING)
+
+    async def bring(self, namespace_id: ScopedId, hashes: Sequence[BlockHash]) -> None:
+        """Brings what is only on the disk; never fails, and ends in time. What could not be brought is a miss."""
+        parts = self._parts
+        waited_for = set(self.start(namespace_id, hashes))
+        if not waited_for:
+            return
+        _, late = await asyncio.wait(waited_for, timeout=parts.settings.load_timeout_s)
+        if late:
+            timeout_s = parts.settings.load_timeout_s
+            parts.note_fault(
+                DiskFault.SLOW, f"{len(late)} reads were not done within {timeout_s:g} s", at=DiskWork.READING
+            )
+
+    def prefetch(self, namespace_id: ScopedId, hashes: Sequence[BlockHash], *, budget_bytes: int) -> Prefetched:
+        """Begins to bring blocks, head first, as far as the budgets go; 0: only our own budget.
+
+        Those that are on their way already count as started, and cost nothing.
+        """
+        parts = self._parts
+        on_disk = parts.disk.stored(namespace_id) if parts.may_read() else {}
+        in_memory = parts.store.stored(namespace_id)
+        block_bytes = parts.store.space.slot_bytes(namespace_id)
+        room_bytes = max(parts.settings.prefetch_bytes_max - self._prefetching_bytes, 0)
+        room_bytes = min(room_bytes, budget_bytes or room_bytes)
+        known_count = sum(block_hash in in_memory for block_hash in hashes)
+        only_there = [block_hash for block_hash in hashes if block_hash in on_disk and block_hash not in in_memory]
+        to_begin = [one for one in only_there if BlockKey(namespace_id, one) not in self._loading]
+        chosen = to_begin[: room_bytes // block_bytes]
+        refused_count = len(to_begin) - len(chosen)
+        if chosen:
+            size_bytes = len(chosen) * block_bytes
+            self._prefetching_bytes += size_bytes
+            parts.spawn(self._prefetched(self.start(namespace_id, chosen), size_bytes))
+        parts.counts.prefetch_started += len(chosen)
+        parts.counts.prefetch_refused += refused_count
+        return Prefetched(
+            in_memory_count=known_count,
+            started_count=len(only_there) - refused_count,
+            refused_count=refused_count,
+            missing_count=len(hashes) - known_count - len(only_there),
+        )
+
+    # --- inside
+
+    async def _prefetched(self, loads: Collection[asyncio.Task[None]], size_bytes: int) -> None:
+        """Gives the budget back when these have ended, in time or not."""
+        if loads:
+            await asyncio.wait(loads)
+        self._prefetching_bytes -= size_bytes
+
+    def start(self, namespace_id: ScopedId, hashes: Sequence[BlockHash]) -> list[asyncio.Task[None]]:
+        """Begins to read what is only on the disk; returns what there is to wait for."""
+        parts = self._parts
+        if not parts.may_read():
+            return []
+        in_memory, on_disk = parts.store.stored(namespace_id), parts.disk.stored(namespace_id)
+        waited_for: list[asyncio.Task[None]] = []
+        wanted: list[BlockHash] = []
+        for block_hash in hashes:
+            if block_hash in in_memory:
+                continue
+            loading = self._loading.get(BlockKey(namespace_id, block_hash))
+            if loading is not None:
+                waited_for.append(loading)
+            elif block_hash in on_disk:
+                wanted.append(block_hash)
+        if wanted:
+            waited_for += self._begin(namespace_id, wanted)
+        return waited_for
+
+    def _begin(self, namespace_id: ScopedId, hashes: Sequence[BlockHash]) -> list[asyncio.Task[None]]:
+        parts = self._parts
+        held = [parts.disk.begin_read(BlockKey(namespace_id, block_hash)) for block_hash in hashes]
+        blocks = [block for block in held if block is not None]
+        assert len(blocks) == len(hashes), "what is stored can be read"
+        reservations = parts.store.begin_promotion(
+            namespace_id, hashes, parent_hashes=[block.parent_hash for block in blocks], now_s=parts.clock()
+        )
+        loads: list[_Load] = []
+        for block, reservation, block_hash in zip(blocks, reservations, hashes, strict=True):
+            if reservation is None:  # no room in memory, or somebody is writing it
+                parts.disk.end_read(BlockKey(namespace_id, block_hash), block)
+            else:
+                loads.append(_Load(block, reservation))
+        parts.disk.touch([load.reservation.key for load in loads])
+        tasks = []
+        for job in _jobs(loads):
+            task = parts.spawn(self._load(namespace_id, job))
+            tasks.append(task)
+            parts.reads_under_way += 1
+            for load in job:
+                self._loading[load.reservation.key] = task
+                self._loading_bytes += load.block.stored_bytes
+        return tasks
+
+    async def _load(self, namespace_id: ScopedId, job: Sequence[_Load]) -> None:
+        parts = self._parts
+        payload_bytes = parts.store.payload_bytes(namespace_id)
+        element_bytes = self._codings.element_bytes(namespace_id)
+        read = partial(self._read, job, payload_bytes=payload_bytes, element_bytes=element_bytes)
+        outcomes: Sequence[KvstoreError | OSError | None] = []
+        started_s = time.monotonic()
+        try:
+            outcomes, took_s = await parts.in_io_thread(read)
+        finally:
+            outcomes = outcomes or [OSError("not read")] * len(job)
+            block_bytes = ENVELOPE_BYTES + payload_bytes
+            parts.store.end_promotion(
+                [
+                    (load.reservation, block_bytes if outcome is None else None)
+                    for load, outcome in zip(job, outcomes, strict=True)
+                ]
+            )
+            parts.reads_under_way -= 1
+            is_late = time.monotonic() - started_s > parts.settings.load_timeout_s
+            for load, outcome in zip(job, outcomes, strict=True):
+                del self._loading[load.reservation.key]
+                self._loading_bytes -= load.block.stored_bytes
+                self._settle(load, outcome, is_late=is_late)
+            parts.on_settled()
+        # What failed says nothing of what a read costs.
+        read_bytes = sum(
+            padded(DISK_HEADER_BYTES + load.block.stored_bytes)
+            for load, outcome in zip(job, outcomes, strict=True)
+            if not isinstance(outcome, OSError)
+        )
+        if read_bytes:
+            parts.counts.device_read_bytes += read_bytes
+            self._meter.note(size_bytes=read_bytes, elapsed_s=took_s)
+
+    def _settle(self, load: _Load, outcome: KvstoreError | OSError | None, *, is_late: bool) -> None:
+        parts, key = self._parts, load.reservation.key
+        if outcome is None:
+            self._last_read = load.block
+            parts.counts.promoted += 1
+            parts.counts.promoted_bytes += load.block.stored_bytes
+        elif isinstance(outcome, CorruptBlockError):
+            parts.counts.corrupt += 1
+            parts.disk.drop(key, load.block)
+        elif isinstance(outcome, OSError):
+            # A bad sector is this block's own; whatever else it is may pass, and the block with it is back.
+            if outcome.errno in _LOSSES:
+                parts.disk.drop(key, load.block)
+            parts.note_error(outcome, at=DiskWork.READING)
+        else:
+            raise outcome
+        if not isinstance(outcome, OSError) and not is_late:
+            parts.note_done(DiskWork.READING)
+        parts.disk.end_read(key, load.block)
+
+    def _touch(self, block: DiskBlock, size_bytes: int) -> float:
+        """Runs in a thread."""
+        try:
+            return self._parts.images.touch(block.place, size_bytes=size_bytes)
+        except OSError as error:
+            raise self._parts.explained(error, segment=self._parts.segment_of(block.place)) from error
+
+    def _read(
+        self, job: Sequence[_Load], *, payload_bytes: int, element_bytes: int
+    ) -> tuple[list[KvstoreError | OSError | None], float]:
+        """Runs in a thread: what was wrong with each block, and how long all took."""
+        started_s = time.perf_counter()
+        outcomes: list[KvstoreError | OSError | None] = []
+        for load in job:
+            try:
+                self._parts.images.read(
+                    load.reservation.key,
+                    load.block,
+                    memory_place=load.reservation.place,
+                    payload_bytes=payload_bytes,
+                    element_bytes=element_bytes,
+                )
+            except CorruptBlockError as error:
+                outcomes.append(error)
+            except OSError as error:
+                segment = self._parts.segment_of(load.block.place)
+                outcomes.append(self._parts.explained(error, segment=segment))
+            else:
+                outcomes.append(None)
+        return outcomes, time.perf_counter() - started_s
+
+
+def _jobs(loads: Sequence[_Load]) -> list[list[_Load]]:
+    jobs: list[list[_Load]] = []
+    job_bytes = _JOB_BYTES
+    for load in loads:
+        if job_bytes >= _JOB_BYTES:
+            jobs.append([])
+            job_bytes = 0
+        jobs[-1].append(load)
+        job_bytes += load.block.stored_bytes
+    return jobs

@@ -1,0 +1,49 @@
+"""Both tiers together: what leaves memory is found on the disk, comes back whole, and is there after a restart."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore_server.nvme.format import StoredCodec
+from tests.server.builders import LARGE, MIDDLE, SMALL, block_hash
+from tests.server.nvme.rig import Rig
+
+OpenRig = Callable[..., Awaitable[Rig]]
+
+
+@pytest.fixture
+async def open_rig(tmp_path: Path) -> AsyncIterator[OpenRig]:
+    rigs: list[Rig] = []
+
+    async def open_one(**options: Any) -> Rig:
+        rigs.append(await Rig(folder=tmp_path / "nvme", **options).open())
+        return rigs[-1]
+
+    yield open_one
+    for rig in rigs:
+        await rig.close()
+
+
+async def test_what_leaves_memory_is_on_the_disk_and_comes_back_whole(open_rig: OpenRig) -> None:
+    rig = await open_rig()
+    assert rig.put(range(10)) == 10
+    await rig.demote_all()
+    assert rig.core.block_count == 0
+    assert rig.on_disk() == {block_hash(number) for number in range(10)}
+    assert None not in await rig.get(range(10))
+    assert rig.on_disk() == {block_hash(number) for number in range(10)}, "a block that comes back stays on the disk"
+
+
+@pytest.mark.parametrize("codec", [None, StoredCodec.ZSTD], ids=["raw", "zstd"])
+async def test_after_a_restart_all_is_there(open_rig: OpenRig, codec: StoredCodec | None) -> None:
+    rig = await open_rig(namespaces=(SMALL, MIDDLE, LARGE), slab_count=4, forced_codec=codec)
+    for namespace in (SMALL, MIDDLE, LARGE):
+        assert rig.put(range(3), namespace) == 3
+    await rig.demote_all()
+    await rig.reopen()
+    for namespace in (SMALL, MIDDLE, LARGE):
+        assert None not in await rig.get(range(3), namespace)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import secrets
 import signal
@@ -203,6 +204,7 @@ class Daemon:
         )
         for namespace_id in self._core.namespace_ids():
             tier.open(namespace_id)
+        gc.freeze()  # what was found lives long: the collector need not look at it again and again
         self._core.departing_bytes_max = self._config.demotion_queue_bytes
         self._core.lower = self._service.nvme = tier
 

@@ -6,7 +6,7 @@ are taken here, reads them from places that are held here, and keeps an index on
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
@@ -252,13 +252,13 @@ class DiskCore:
         assert not self._recency, "blocks can only be restored before others are written"
         slab_bytes = self.space.slab_bytes
         slots = {namespace_id: self._restored_slot_bytes(namespace_id, slot_bytes_of) for namespace_id in slot_bytes_of}
-        newest_first = sorted(records, key=lambda record: record[1].sequence, reverse=True)
+        newest_first = sorted(records, key=_sequence_of, reverse=True)
         refused: list[BlockKey] = []
-        groups: dict[tuple[ScopedId, int], list[_Record]] = {}
+        groups: defaultdict[tuple[ScopedId, int], list[_Record]] = defaultdict(list)
         for record in newest_first:
             (namespace_id, _), (place, sequence, stored_bytes, _) = record
             if 0 < sequence <= _SEQUENCE_MAX and 0 < stored_bytes <= slots.get(namespace_id, 0):
-                groups.setdefault((namespace_id, place // slab_bytes), []).append(record)
+                groups[namespace_id, place // slab_bytes].append(record)
             else:
                 refused.append(record[0])
         # Whose newest block in a segment is the newest there comes first, and gets it.
@@ -267,7 +267,7 @@ class DiskCore:
             is_taken = self.space.restore(namespace_id, [block.place for _, block in group])
             restored += compress(group, is_taken)
             refused += [key for (key, _), is_ours in zip(group, is_taken, strict=True) if not is_ours]
-        restored.sort(key=lambda record: record[1].sequence, reverse=True)
+        restored.sort(key=_sequence_of, reverse=True)
         self._restore(restored)
         # Also of refused ones: what they were of may still be on the disk.
         sequences = (block.sequence for _, block in newest_first if block.sequence <= _SEQUENCE_MAX)
@@ -454,10 +454,12 @@ class DiskCore:
     def _restore(self, newest_first: list[_Record]) -> None:
         """Of blocks whose places are taken; the older one of two with the same key gives its own back."""
         kept: list[_Record] = []
+        key_at, namespaces = self._key_at, self._namespaces
         for record in newest_first:
-            (namespace_id, block_hash), block = record
-            if self._namespaces[namespace_id].stored.setdefault(block_hash, block) is block:
-                self._key_at[block.place] = record[0]
+            key, block = record
+            namespace_id, block_hash = key
+            if namespaces[namespace_id].stored.setdefault(block_hash, block) is block:
+                key_at[block.place] = key
                 kept.append(record)
             else:
                 self.space.release(block.place)
@@ -476,6 +478,10 @@ class DiskCore:
             self._use_counts[slab] = count
         else:
             del self._use_counts[slab]
+
+
+def _sequence_of(record: _Record) -> int:
+    return record[1].sequence
 
 
 _NONE_STORED: Mapping[BlockHash, DiskBlock] = MappingProxyType({})

@@ -7,6 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 from kvstore.errors import CorruptBlockError, KvstoreError
@@ -22,8 +23,8 @@ from kvstore_server.nvme.index import IndexRecord
 from kvstore_server.nvme.parts import Parts
 from kvstore_server.nvme.segments import Segments
 
-_BATCHES_AT_ONCE = 2
-"""While one batch is made durable, the next is written."""
+_BATCHES_AT_ONCE = 3
+"""While one batch is made durable, the next ones are written."""
 
 _Result = TypeVar("_Result")
 
@@ -145,7 +146,8 @@ class Demotion:
         crash_point("nvme.after_data")
         if parts.settings.is_synced:
             touched = sorted({parts.segment_of(one.write.disk.place) for one in written})
-            await parts.in_io_thread(lambda: parts.device.sync(touched))
+            # Not behind the writes of the next batch, which it need not wait for.
+            await parts.in_index_thread(lambda: parts.device.sync(touched))
         crash_point("nvme.after_sync")
         await self._apply(written)
         crash_point("nvme.after_index")
@@ -171,29 +173,41 @@ class Demotion:
 
     async def _write_images(self, writes: Sequence[_Write]) -> tuple[list[_Written], list[_Write]]:
         """What is on the disk now, and what had not been right in memory; raises the first `OSError`."""
-        jobs = [
-            self._parts.in_io_thread(partial(self._write_image, write, is_first=index == 0))
-            for index, write in enumerate(writes)
-        ]
-        # All of them end before any slot is given up: threads write into these.
-        results = await asyncio.gather(*jobs, return_exceptions=True)
+        size = -(-len(writes) // self._parts.settings.io_threads)
+        jobs = [writes[start : start + size] for start in range(0, len(writes), size)]
+        # One call per thread, not per block: handing work to threads costs the loop as much as all else here. All of
+        # them end before any slot is given up, for threads write into these.
+        results = await asyncio.gather(
+            *(self._parts.in_io_thread(partial(self._write_job, job, is_first=job is jobs[0])) for job in jobs)
+        )
         written: list[_Written] = []
         corrupt: list[_Write] = []
-        for write, result in zip(writes, results, strict=True):
+        for write, result in zip(writes, chain.from_iterable(results), strict=True):
             match result:
                 case Stored():
                     written.append(_Written(write, result))
                 case CorruptBlockError():
                     corrupt.append(write)
-                case BaseException():
+                case OSError():
                     raise result
         return written, corrupt
 
-    def _write_image(self, write: _Write, *, is_first: bool) -> Stored:
-        """Runs in a thread."""
+    def _write_job(self, job: Sequence[_Write], *, is_first: bool) -> list[Stored | CorruptBlockError | OSError]:
+        """Runs in a thread: what became of each."""
+        results: list[Stored | CorruptBlockError | OSError] = []
+        for write in job:
+            try:
+                results.append(self._write_image(write))
+            except (CorruptBlockError, OSError) as error:
+                results.append(error)
+            if is_first and len(results) == 1:
+                crash_point("nvme.mid_data")
+        return results
+
+    def _write_image(self, write: _Write) -> Stored:
         block = write.departure.block
         try:
-            stored = self._parts.images.write(
+            return self._parts.images.write(
                 write.disk.place,
                 memory_place=block.place,
                 block_bytes=block.size_bytes,
@@ -204,9 +218,6 @@ class Demotion:
             )
         except OSError as error:
             raise self._parts.explained(error, segment=self._parts.segment_of(write.disk.place)) from error
-        if is_first:
-            crash_point("nvme.mid_data")
-        return stored
 
     async def _apply(self, written: Sequence[_Written]) -> None:
         parts = self._parts

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import lmdb
 from lmdb import verify as lmdb_verify
 
-from kvstore.envelope import checksum
+from kvstore.envelope import RunningChecksum, checksum
 from kvstore.errors import CapacityError, UnavailableError
 from kvstore.keys import HASH_BYTES, BlockHash
 from kvstore_server.nvme.crash import crash_point
@@ -27,7 +27,12 @@ from kvstore_server.nvme.index_pages import find_damage
 STORE_ID_BYTES = 16
 FORMAT_VERSION = 1
 _DATA_NAME = "data.mdb"
-_FILE_NAMES = (_DATA_NAME, "lock.mdb")
+_SEAL_NAME = "sealed"
+_FILE_NAMES = (_DATA_NAME, "lock.mdb", _SEAL_NAME)
+_SEAL = struct.Struct("<4sHHQQ")
+"""Magic, format version, zero, bytes of the data file and their XXH3-64: as it was closed."""
+_SEAL_MAGIC = b"KVNL"
+_HASHED_AT_ONCE_BYTES = 4 << 20
 
 _BLOCKS = b"blocks"
 _META = b"meta"
@@ -79,8 +84,11 @@ class Index:
         self.skipped_count = 0
         """Records that `records` left out the last time, because they have another length."""
         self._data_path = folder / _DATA_NAME
+        self._seal_path = folder / _SEAL_NAME
+        self._is_sound = True
         folder.mkdir(mode=0o700, exist_ok=True)
-        _check_structure(self._data_path)
+        if not _break_seal(self._seal_path, self._data_path):
+            _check_structure(self._data_path)
         page_bytes = os.sysconf("SC_PAGE_SIZE")
         with _translated():
             self._env = lmdb.open(
@@ -150,12 +158,14 @@ class Index:
         applied then.
         """
         pack = _RECORD.pack
+        is_sound, self._is_sound = self._is_sound, False
         with _translated(), self._env.begin(write=True, db=self._blocks) as txn:
             for scoped_id, block_hash in deletes:
                 txn.delete(scoped_id + block_hash)
             for scoped_id, block_hash, place, sequence, stored_bytes, parent_hash in puts:
                 txn.put(scoped_id + block_hash, pack(place, sequence, stored_bytes, parent_hash or _NO_PARENT))
             crash_point("nvme.in_index")
+        self._is_sound = is_sound
 
     def clear(self) -> None:
         """Forgets all blocks, durably; the store keeps its id."""
@@ -173,8 +183,12 @@ class Index:
         return self._data_path.stat().st_blocks * 512
 
     def close(self) -> None:
-        """May be called again."""
+        """May be called again. Unless something went wrong, the next opening need not check what it finds unchanged."""
         self._env.close()
+        if self._is_sound:
+            self._is_sound = False
+            with contextlib.suppress(OSError):  # then it is checked
+                _seal(self._seal_path, self._data_path)
 
     def _read_or_make_store_id(self, new_store_id: bytes | None) -> bytes:
         with self._env.begin(write=True, db=self._meta) as txn:
@@ -198,10 +212,47 @@ def remove_index(folder: Path) -> None:
         _sync_folder(folder)
 
 
+def _seal(path: Path, data_path: Path) -> None:
+    size_bytes, digest = _digest(data_path)
+    head = _SEAL.pack(_SEAL_MAGIC, FORMAT_VERSION, 0, size_bytes, digest)
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        file.write(head)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+    _sync_folder(path.parent)
+
+
+def _break_seal(path: Path, data_path: Path) -> bool:
+    """Whether the data file is as it was when it was closed; whatever comes now is not sealed any more, durably."""
+    try:
+        sealed = path.read_bytes()
+    except OSError:
+        return False
+    path.unlink()
+    _sync_folder(path.parent)
+    try:
+        return sealed == _SEAL.pack(_SEAL_MAGIC, FORMAT_VERSION, 0, *_digest(data_path))
+    except OSError:
+        return False
+
+
+def _digest(path: Path) -> tuple[int, int]:
+    """Bytes of a file and their checksum, read and never mapped."""
+    running, size_bytes = RunningChecksum(), 0
+    buffer = memoryview(bytearray(_HASHED_AT_ONCE_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            running.add(buffer[:count])
+            size_bytes += count
+    return size_bytes, running.value()
+
+
 def _check_structure(path: Path) -> None:
     """Reads the whole file, never through a mapping, and checks every page that LMDB could come to.
 
-    Takes a few microseconds per record. What it does not see are changed bytes inside keys and values.
+    Takes a few microseconds per record, after a crash. What it does not see are changed bytes inside keys and values.
     """
     try:
         if not path.stat().st_size:

@@ -64,6 +64,7 @@ async def open_tier(
         segment_count_max=opened.segment_count_max,
         free_reserve_bytes=settings.free_reserve_bytes(filesystem.f_frsize * filesystem.f_blocks),
         batch_count=settings.batch_count,
+        io_threads=settings.io_threads,
         is_synced=settings.is_synced,
         load_timeout_s=settings.load_timeout_s,
         prefetch_bytes_max=settings.prefetch_bytes_max,

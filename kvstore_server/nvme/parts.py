@@ -48,6 +48,8 @@ class TierSettings:
     free_reserve_bytes: int
     batch_count: int
     """Blocks that are written together."""
+    io_threads: int
+    """Calls to the device under way at once."""
     is_synced: bool
     """Whether a block's bytes are on the device before the block is found."""
     load_timeout_s: float

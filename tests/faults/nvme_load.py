@@ -234,16 +234,17 @@ class Load:
         transports: Sequence[str],
         seed: int,
         bytes_max: int,
+        bytes_per_s_max: float = float("inf"),
         spaces: Sequence[Namespace] = SPACES,
-        put_share: float = 0.5,
     ) -> None:
-        """`bytes_max` bytes are put and no more; `put_share` of the calls are puts."""
+        """`bytes_max` bytes are put and no more, all clients together at `bytes_per_s_max`: above what the disk takes,
+        memory drops most of it."""
         self.wrong: list[str] = []
         self.read_count = 0
         self.put_bytes = 0
         self._bytes_max = bytes_max
         self._spaces = spaces
-        self._weights = (put_share, 0.8 * (1 - put_share), 0.2 * (1 - put_share))
+        self._pause_s_per_byte = len(transports) / bytes_per_s_max
         self._address = unix_address
         self._lock = threading.Lock()
         self._chain_counts = {space.id: 0 for space in SPACES}
@@ -296,7 +297,7 @@ class Load:
 
     def _step(self, client: Client, rng: random.Random) -> None:
         space = rng.choice(self._spaces)
-        match rng.choices(("put", "get", "lookup"), weights=self._weights)[0]:
+        match rng.choices(("put", "get", "lookup"), weights=(5, 4, 1))[0]:
             case "put":
                 self._put(client, space)
             case "get":
@@ -310,9 +311,11 @@ class Load:
                 return
             number = self._chain_counts[space.id]
             self._chain_counts[space.id] += 1
-            self.put_bytes += blocks.CHAIN_BLOCKS * space.block_layout.payload_bytes
+            size_bytes = blocks.CHAIN_BLOCKS * space.block_layout.payload_bytes
+            self.put_bytes += size_bytes
         hashes = blocks.chain(number)
         client.put(space, hashes, [blocks.right_bytes(space, one) for one in hashes])
+        self._is_closing.wait(size_bytes * self._pause_s_per_byte)
 
     def _read(self, client: Client, space: Namespace, rng: random.Random) -> None:
         hashes = blocks.chain(rng.randrange(self.chain_count(space) + 1))

@@ -1,7 +1,7 @@
 """What is on the disk outlives the daemon, however that ends: kill -9 in the midst of any write, and SIGTERM.
 
-Kinds of fault (users' reports): "index truncated at restart", "torn files served as hits", "right when warm, wrong after
-a restart", "two processes wrote into one folder".
+Kinds of fault (users' reports): "index truncated at restart", "torn files served as hits", "right when warm, wrong
+after a restart", "two processes wrote into one folder".
 """
 
 from __future__ import annotations

@@ -452,9 +452,13 @@ class StoreCore:
                 self.counters.refused_overloaded_count += 1
             elif is_cut:
                 state = ReserveState.ORPHAN
-            elif (place := self._admit(key, parent=parent)) is None:
-                state = ReserveState.FULL
-                self.counters.refused_full_count += 1
+            elif (place := self._admit(key, parent=parent, may_lose=False)) is None:
+                if self.departing_bytes:  # room is on its way
+                    state = ReserveState.OVERLOADED
+                    self.counters.refused_overloaded_count += 1
+                else:
+                    state = ReserveState.FULL
+                    self.counters.refused_full_count += 1
                 is_cut = True
             else:
                 state = ReserveState.RESERVED
@@ -672,7 +676,7 @@ class StoreCore:
             if not is_cut and block_hash not in entry.stored and block_hash not in entry.pending:
                 key = BlockKey(namespace_id, block_hash)
                 parent = None if parent_hash is None else BlockKey(namespace_id, parent_hash)
-                place = self._admit(key, parent=parent, use_count=_PROMOTED_USE_COUNT)
+                place = self._admit(key, parent=parent, may_lose=True, use_count=_PROMOTED_USE_COUNT)
                 if place is None:
                     is_cut = True
                 else:
@@ -829,11 +833,11 @@ class StoreCore:
     def _touch(self, namespace_id: ScopedId, hashes: Sequence[BlockHash]) -> None:
         self._recency.touch_chain(map(BlockKey, repeat(namespace_id), hashes))
 
-    def _admit(self, key: BlockKey, *, parent: BlockKey | None, use_count: int = 0) -> Place | None:
+    def _admit(self, key: BlockKey, *, parent: BlockKey | None, may_lose: bool, use_count: int = 0) -> Place | None:
         """A place for a block that nobody has yet, which is held from now on; None: there is no room."""
         self._recency.insert(key, parent=parent, use_count=use_count)
         self._recency.hold((key,))  # until it is committed
-        place = self._take_place(key.namespace_id)
+        place = self._take_place(key.namespace_id, may_lose=may_lose)
         if place is None:
             self._recency.remove(key)
             return None
@@ -864,8 +868,11 @@ class StoreCore:
         self._headers.begin_slot(place, reservation.generation)
         return reservation
 
-    def _take_place(self, namespace_id: ScopedId) -> Place | None:
-        """A place, at the cost of colder blocks if need be; None when everything is held, or another tenant's."""
+    def _take_place(self, namespace_id: ScopedId, *, may_lose: bool) -> Place | None:
+        """A place, at the cost of colder blocks if need be; None when everything is held, or another tenant's.
+
+        Unless `may_lose`, not at the cost of blocks that the lower tier wants and has not yet, if these can depart.
+        """
         place = self.space.allocate(namespace_id)
         if place is not None:
             return place
@@ -880,6 +887,10 @@ class StoreCore:
             place = self._take_place_without_loss(namespace_id)
         if place is not None:
             return place
+        if self.lower is not None and not may_lose:
+            self.evict_to_low_watermark()
+            if self.departing_bytes:
+                return None
         if not self._claim_slab(namespace_id):
             self._evict(
                 self._own_goal_bytes(namespace_id),

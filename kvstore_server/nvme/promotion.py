@@ -14,7 +14,7 @@ from kvstore.errors import CorruptBlockError, KvstoreError
 from kvstore.keys import BlockHash
 from kvstore_server.core.disk import DiskBlock
 from kvstore_server.core.disk_health import DiskFault, DiskWork
-from kvstore_server.core.store import BlockKey, Reservation
+from kvstore_server.core.store import BlockKey, Reservation, StoredBlock
 from kvstore_server.core.tenants import ScopedId
 from kvstore_server.core.worth import CostMeter, TierCost
 from kvstore_server.nvme.coding import Codings
@@ -42,13 +42,23 @@ class _Load(NamedTuple):
     reservation: Reservation
 
 
+class Loading:
+    """Blocks that one thread reads one after the other, and who waits for them."""
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[None]
+        self.waiter_count = 0
+        self.held: list[StoredBlock | None] = []
+        """What has come, while somebody waits for more."""
+
+
 class Promotion:
     """Each block is read once, however many wait for it."""
 
     def __init__(self, parts: Parts, codings: Codings) -> None:
         self._parts = parts
         self._codings = codings
-        self._loading: dict[BlockKey, asyncio.Task[None]] = {}
+        self._loading: dict[BlockKey, Loading] = {}
         self._loading_bytes = 0
         self._prefetching_bytes = 0
         self._meter = CostMeter(first=_FIRST_COST)
@@ -90,14 +100,31 @@ class Promotion:
             parts.note_done(DiskWork.READING)
 
     async def bring(self, namespace_id: ScopedId, hashes: Sequence[BlockHash]) -> None:
-        """Brings what is only on the disk; never fails, and ends in time. What could not be brought is a miss."""
-        parts = self._parts
-        waited_for = set(self.start(namespace_id, hashes))
-        if not waited_for:
+        """Brings what is only on the disk; never fails, and ends in time. What could not be brought is a miss.
+
+        What has been brought, or was in memory when this was called, is there when this returns: whoever waits holds it
+        until then, and must take his own hold before he waits for anything else.
+        """
+        parts, timeout_s = self._parts, self._parts.settings.load_timeout_s
+        loads = set(self.start(namespace_id, hashes))
+        if not loads:
             return
-        _, late = await asyncio.wait(waited_for, timeout=parts.settings.load_timeout_s)
+        in_memory = parts.store.stored(namespace_id)
+        held = [parts.store.begin_read(namespace_id, one) for one in hashes if one in in_memory]
+        for load in loads:
+            load.waiter_count += 1
+        try:
+            _, late = await asyncio.wait([load.task for load in loads], timeout=timeout_s)
+        finally:
+            for load in loads:
+                load.waiter_count -= 1
+                if not load.waiter_count:
+                    held += load.held
+                    load.held = []
+            for block in held:
+                if block is not None:
+                    parts.store.end_read(block, sent_bytes=0)
         if late:
-            timeout_s = parts.settings.load_timeout_s
             parts.note_fault(
                 DiskFault.SLOW, f"{len(late)} reads were not done within {timeout_s:g} s", at=DiskWork.READING
             )
@@ -133,19 +160,19 @@ class Promotion:
 
     # --- inside
 
-    async def _prefetched(self, loads: Collection[asyncio.Task[None]], size_bytes: int) -> None:
+    async def _prefetched(self, loads: Collection[Loading], size_bytes: int) -> None:
         """Gives the budget back when these have ended, in time or not."""
         if loads:
-            await asyncio.wait(loads)
+            await asyncio.wait([load.task for load in loads])
         self._prefetching_bytes -= size_bytes
 
-    def start(self, namespace_id: ScopedId, hashes: Sequence[BlockHash]) -> list[asyncio.Task[None]]:
+    def start(self, namespace_id: ScopedId, hashes: Sequence[BlockHash]) -> list[Loading]:
         """Begins to read what is only on the disk; returns what there is to wait for."""
         parts = self._parts
         if not parts.may_read():
             return []
         in_memory, on_disk = parts.store.stored(namespace_id), parts.disk.stored(namespace_id)
-        waited_for: list[asyncio.Task[None]] = []
+        waited_for: list[Loading] = []
         wanted: list[BlockHash] = []
         for block_hash in hashes:
             if block_hash in in_memory:
@@ -159,7 +186,7 @@ class Promotion:
             waited_for += self._begin(namespace_id, wanted)
         return waited_for
 
-    def _begin(self, namespace_id: ScopedId, hashes: Sequence[BlockHash]) -> list[asyncio.Task[None]]:
+    def _begin(self, namespace_id: ScopedId, hashes: Sequence[BlockHash]) -> list[Loading]:
         parts = self._parts
         held = [parts.disk.begin_read(BlockKey(namespace_id, block_hash)) for block_hash in hashes]
         blocks = [block for block in held if block is not None]
@@ -174,17 +201,18 @@ class Promotion:
             else:
                 loads.append(_Load(block, reservation))
         parts.disk.touch([load.reservation.key for load in loads])
-        tasks = []
+        begun = []
         for job in _jobs(loads):
-            task = parts.spawn(self._load(namespace_id, job))
-            tasks.append(task)
+            loading = Loading()
+            loading.task = parts.spawn(self._load(namespace_id, job, loading))
+            begun.append(loading)
             parts.reads_under_way += 1
             for load in job:
-                self._loading[load.reservation.key] = task
+                self._loading[load.reservation.key] = loading
                 self._loading_bytes += load.block.stored_bytes
-        return tasks
+        return begun
 
-    async def _load(self, namespace_id: ScopedId, job: Sequence[_Load]) -> None:
+    async def _load(self, namespace_id: ScopedId, job: Sequence[_Load], loading: Loading) -> None:
         parts = self._parts
         payload_bytes = parts.store.payload_bytes(namespace_id)
         element_bytes = self._codings.element_bytes(namespace_id)
@@ -202,6 +230,8 @@ class Promotion:
                     for load, outcome in zip(job, outcomes, strict=True)
                 ]
             )
+            if loading.waiter_count:
+                loading.held = [parts.store.begin_read(namespace_id, load.reservation.key.block_hash) for load in job]
             parts.reads_under_way -= 1
             is_late = time.monotonic() - started_s > parts.settings.load_timeout_s
             for load, outcome in zip(job, outcomes, strict=True):

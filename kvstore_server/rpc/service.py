@@ -7,8 +7,10 @@ bounded pool of threads on places that are retained meanwhile.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
@@ -36,7 +38,7 @@ from kvstore.messages import (
 from kvstore.slab import encode_slot_header, encode_slot_records
 from kvstore_server.core.in_flight import InFlight
 from kvstore_server.core.space import Place
-from kvstore_server.core.store import BlockKey, Found, Reservation, StoreCore, with_lower_tier
+from kvstore_server.core.store import BlockKey, Found, Reservation, StoreCore, StoredBlock, with_lower_tier
 from kvstore_server.core.tenants import ScopedId, namespace_of, scoped
 from kvstore_server.core.verdict import is_cut_off, verdict
 from kvstore_server.nvme.figures import NvmeFigures
@@ -293,31 +295,46 @@ class StoreService:
         hashes = _hashes(request.block_hashes)
         self._core.touch(namespace_id, hashes)
         window_count = max(self._read_ahead_bytes // self._core.space.slot_bytes(namespace_id), 1)
-        for index, block_hash in enumerate(hashes):
-            if self.nvme is not None and index % window_count == 0:
-                await self.nvme.bring(namespace_id, hashes[index : index + window_count])
-                # Those behind them come while these are sent.
-                self.nvme.start(namespace_id, hashes[index + window_count : index + 2 * window_count])
-            block = self._core.begin_read(namespace_id, block_hash)
-            if block is None:
-                self._core.counters.unsent_count += 1
-                yield ReadFrame(block_index=index, block_state=BlockState.MISS)
-                continue
-            self._core.counters.sent_count += 1
-            sent_bytes = 0
-            try:
-                view = self._arenas.view(block.place, block.size_bytes)
-                for offset, length in cut(block.size_bytes):
-                    yield ReadFrame(
-                        block_index=index,
-                        block_state=BlockState.HIT,
-                        offset_bytes=offset,
-                        size_bytes=block.size_bytes,
-                        data=view[offset : offset + length],
-                    )
-                    sent_bytes += length
-            finally:
-                self._core.end_read(block, sent_bytes=sent_bytes)
+        held: deque[StoredBlock | None] = deque()
+        try:
+            for index, block_hash in enumerate(hashes):
+                if self.nvme is None:
+                    held.append(self._core.begin_read(namespace_id, block_hash))
+                elif index % window_count == 0:
+                    window = hashes[index : index + window_count]
+                    await self.nvme.bring(namespace_id, window)
+                    held += [self._core.begin_read(namespace_id, one) for one in window]
+                    # Those behind them come while these are sent.
+                    self.nvme.start(namespace_id, hashes[index + window_count : index + 2 * window_count])
+                async with aclosing(self._read_block(index, held.popleft())) as frames:
+                    async for frame in frames:
+                        yield frame
+        finally:
+            for block in held:
+                if block is not None:
+                    self._core.end_read(block, sent_bytes=0)
+
+    async def _read_block(self, index: int, block: StoredBlock | None) -> AsyncGenerator[ReadFrame, None]:
+        """The frames of a block that is held, until here and no longer; None: it is not there."""
+        if block is None:
+            self._core.counters.unsent_count += 1
+            yield ReadFrame(block_index=index, block_state=BlockState.MISS)
+            return
+        self._core.counters.sent_count += 1
+        sent_bytes = 0
+        try:
+            view = self._arenas.view(block.place, block.size_bytes)
+            for offset, length in cut(block.size_bytes):
+                yield ReadFrame(
+                    block_index=index,
+                    block_state=BlockState.HIT,
+                    offset_bytes=offset,
+                    size_bytes=block.size_bytes,
+                    data=view[offset : offset + length],
+                )
+                sent_bytes += length
+        finally:
+            self._core.end_read(block, sent_bytes=sent_bytes)
 
     def load_bytes_max(self, request: m.ReadBlocksRequest, caller: Caller) -> int:
         """What `read_blocks` sends if all is there."""
@@ -359,6 +376,8 @@ class StoreService:
             path=request.path,
             is_overloaded=self._is_overloaded(request.path, owner_id, caller),
         )
+        if self.nvme is not None:
+            self.nvme.wake()
         reserved = [reservation for reservation in reservations if reservation is not None]
         slots = ticket = b""
         if request.path in (TransferPath.SLAB, TransferPath.NIXL):

@@ -107,7 +107,7 @@ class DeparturesMachine(StoreCoreMachine):
         assert is_waited_for or not lost_count, "blocks were lost for the sake of nobody"
         self.lost_count += lost_count
         begun = self.begun()
-        assert not (is_waited_for and begun), "blocks departed, which frees nothing now, while somebody waited"
+        assert not (is_waited_for and begun and lost_count), "blocks were lost, and others departed, for the same place"
         for departure in begun:
             place = departure.block.place
             assert self.held[place] == 1, f"{departure.key} departs while held {self.held[place] - 1} times"
@@ -550,11 +550,36 @@ def test_when_nothing_else_is_left_the_coldest_is_lost_and_counted() -> None:
     assert (core.counters.evicted_count, core.counters.dropped_undemoted_count) == (1, 1)
 
 
+def test_while_room_is_on_its_way_a_put_is_refused_and_nothing_is_lost_for_it() -> None:
+    """Heads of chains whose tails have departed already would be the first to go."""
+    core, lower = make(slab_count=1, high=0.8, low=0.5, departing_count_max=1)
+    put(core, *range(4))
+    core.evict_to_low_watermark()
+    assert core.departing_bytes == SLOT_BYTES
+    states, _ = reserve(core, 8, 9)
+    assert states == [ReserveState.OVERLOADED, ReserveState.ORPHAN]
+    assert core.counters.refused_overloaded_count == 1
+    assert core.counters.dropped_undemoted_count == 0
+    (departure,) = core.take_departures()
+    lower.kept.add(departure.key)
+    core.end_departure(departure)
+    assert reserve(core, 8)[0] == [ReserveState.RESERVED]
+
+
+def test_a_block_that_is_wanted_now_is_promoted_at_the_cost_of_what_only_memory_has() -> None:
+    core, _ = make(slab_count=1, high=0.8, low=0.5, departing_count_max=1)
+    put(core, *range(4))
+    core.evict_to_low_watermark()
+    assert core.departing_bytes
+    assert promote(core, 9) != [None]
+    assert core.counters.dropped_undemoted_count == 1
+
+
 def test_who_waits_is_not_given_a_slot_that_is_being_copied_from() -> None:
     core, _ = make(slab_count=1)
     put(core, *range(4))
     core.depart_all(now_s=0.0)
-    assert reserve(core, 9)[0] == [ReserveState.FULL]
+    assert reserve(core, 9)[0] == [ReserveState.OVERLOADED]
     (first, *_) = core.take_departures()
     core.end_departure(first)
     assert reserve(core, 9)[0] == [ReserveState.RESERVED]
@@ -595,7 +620,7 @@ def test_a_slab_that_is_being_copied_from_is_not_given_to_another_namespace() ->
     put(core, 1)
     core.depart_all(now_s=0.0)
     put(core, 2)  # beside it, so that there is a coldest block
-    assert reserve(core, 1, namespace=MIDDLE)[0] == [ReserveState.FULL]
+    assert reserve(core, 1, namespace=MIDDLE)[0] == [ReserveState.OVERLOADED]
     for departure in core.take_departures():
         core.end_departure(departure)
     assert reserve(core, 1, namespace=MIDDLE)[0] == [ReserveState.RESERVED]

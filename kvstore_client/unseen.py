@@ -13,7 +13,7 @@ from kvstore_client.forks import mend_after_fork
 
 REPORT_EVERY_S = 0.1
 """A single hit is told at once; of many in a row, those since the last report, so often. What is left when no more
-come is told when the client closes."""
+come is told when the client closes, if the daemon hears it then."""
 
 
 class UnseenHits:

@@ -202,14 +202,19 @@ def test_health_and_reflection_answer(shared: DaemonProcess, connect: Callable[[
     assert b"CommitBlocksRequest" in b"".join(described.file_descriptor_response.file_descriptor_proto)
 
 
-def test_every_documented_metric_is_exported(shared: DaemonProcess, connect: Callable[[str], Caller]) -> None:
-    caller = connect(shared.address)
+def test_every_documented_metric_is_exported(
+    start_daemon: Callable[..., DaemonProcess], connect: Callable[[str], Caller], tmp_path: Path
+) -> None:
+    nvme = tmp_path / "nvme"
+    nvme.mkdir()
+    daemon = start_daemon("--memory-capacity", "64MiB", "--nvme-path", str(nvme), "--nvme-capacity", "256MiB")
+    caller = connect(daemon.address)
     caller.open()
     caller.put(601, 602)
     caller.lookup(601, 602, 603)
     with (
-        RawSession(shared.slab_path),
-        urllib.request.urlopen(f"http://{shared.metrics_address}/metrics", timeout=LONG_S) as response,
+        RawSession(daemon.slab_path),
+        urllib.request.urlopen(f"http://{daemon.metrics_address}/metrics", timeout=LONG_S) as response,
     ):
         families = {family.name: family for family in text_string_to_metric_families(response.read().decode())}
     samples = {
@@ -222,6 +227,7 @@ def test_every_documented_metric_is_exported(shared: DaemonProcess, connect: Cal
         assert family.documentation == spec.help
         assert {tuple(sorted(sample.labels)) for sample in family.samples} == {tuple(sorted(spec.labels))}
     assert samples["kvstore_store_capacity_bytes", "memory"] == 64 << 20
+    assert samples["kvstore_store_capacity_bytes", "nvme"] == 256 << 20
     assert samples["kvstore_store_blocks", "memory"] >= 2
     assert samples["kvstore_store_lookup_blocks_total", "hit"] >= 2
     assert samples["kvstore_store_lookup_blocks_total", "miss"] >= 1

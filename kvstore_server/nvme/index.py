@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import lmdb
+import numpy as np
 from lmdb import verify as lmdb_verify
 
 from kvstore.envelope import RunningChecksum, checksum
@@ -42,6 +43,9 @@ _STORE = struct.Struct(f"<4sHH{STORE_ID_BYTES}s")
 _STORE_CHECKSUM = struct.Struct("<Q")
 _STORE_MAGIC = b"KVNI"
 _RECORD = struct.Struct(f"<QQQ{HASH_BYTES}s")
+_RECORD_COLUMNS = np.dtype(
+    [("place", "<u8"), ("sequence", "<u8"), ("stored_bytes", "<u8"), ("parent_hash", f"V{HASH_BYTES}")]
+)
 _NO_PARENT = bytes(HASH_BYTES)
 
 
@@ -123,33 +127,28 @@ class Index:
             raise
 
     def records(self) -> list[IndexRecord]:
-        """All of them, in the order of their keys."""
-        unpack, scoped_ids, skipped = _RECORD.unpack, dict[bytes, bytes](), 0
-        found: list[IndexRecord] = []
-        append, make = found.append, tuple.__new__  # `IndexRecord(...)` takes half as long again for the whole
+        """All of them, in the order of their sequences."""
         with _translated(), self._env.begin(db=self._blocks) as txn, txn.cursor() as cursor:
-            for key, value in cursor.iternext():
-                if len(value) != _RECORD.size or len(key) < 2 * HASH_BYTES:
-                    skipped += 1
-                    continue
-                place, sequence, stored_bytes, parent_hash = unpack(value)
-                scoped_id = key[:-HASH_BYTES]
-                append(
-                    make(
-                        IndexRecord,
-                        (
-                            # One object per namespace, not one per block.
-                            scoped_ids.setdefault(scoped_id, scoped_id),
-                            key[-HASH_BYTES:],
-                            place,
-                            sequence,
-                            stored_bytes,
-                            None if parent_hash == _NO_PARENT else parent_hash,
-                        ),
-                    )
-                )
-        self.skipped_count = skipped
-        return found
+            items = [
+                item for item in cursor.iternext() if len(item[1]) == _RECORD.size and len(item[0]) >= 2 * HASH_BYTES
+            ]
+            self.skipped_count = int(txn.stat(self._blocks)["entries"]) - len(items)
+        # Column by column, and made in the order in which they will be gone through: what lies side by side in memory
+        # is gone through twice as fast.
+        columns = np.frombuffer(b"".join([value for _, value in items]), _RECORD_COLUMNS)
+        order = columns["sequence"].argsort(kind="stable")
+        columns, keys = columns[order], [items[index][0] for index in order.tolist()]
+        scoped_ids: dict[bytes, bytes] = {}  # one object per namespace, not one per block
+        rows = zip(
+            [scoped_ids.setdefault(scoped_id, scoped_id) for scoped_id in [key[:-HASH_BYTES] for key in keys]],
+            [key[-HASH_BYTES:] for key in keys],
+            columns["place"].tolist(),
+            columns["sequence"].tolist(),
+            columns["stored_bytes"].tolist(),
+            [None if one == _NO_PARENT else one for one in columns["parent_hash"].tolist()],
+            strict=True,
+        )
+        return list(map(IndexRecord._make, rows))
 
     def apply(self, puts: Sequence[IndexRecord], deletes: Sequence[tuple[bytes, BlockHash]]) -> None:
         """Deletes, then puts, in one transaction that is on the device when this returns; blocks for the sync.

@@ -196,7 +196,7 @@ class Daemon:
 
     async def _try_open_nvme(self) -> None:
         tier = await open_tier(
-            _nvme_settings(self._config),
+            _nvme_settings(self._config, tenants=self._tenants.all),
             store=self._core,
             slot_view=self._arenas.slot,
             clock=time.monotonic,
@@ -503,7 +503,7 @@ class Daemon:
         self._stop.set()
 
 
-def _nvme_settings(config: Config) -> NvmeSettings:
+def _nvme_settings(config: Config, *, tenants: frozenset[Tenant]) -> NvmeSettings:
     nvme = config.nvme
     assert nvme.path is not None, "there is no tier to be opened"
     forced = {"zstd": StoredCodec.ZSTD, "lz4": StoredCodec.LZ4}.get(nvme.compression)
@@ -516,6 +516,7 @@ def _nvme_settings(config: Config) -> NvmeSettings:
             is_segment_bytes_given=nvme.segment_size is not None,
             room_bytes=nvme.segment_count * nvme.segment_bytes,
             index_map_bytes=nvme.index_map_bytes,
+            tenants=tenants,
         ),
         free_reserve_bytes=lambda size_bytes: nvme.free_reserve_bytes(filesystem_bytes=size_bytes),
         admission=Admission(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NewType
 
@@ -170,14 +171,15 @@ class SlabSpace:
         return is_taken
 
     def missing_slab_count(self, counts: Mapping[ScopedId, int]) -> int:
-        """How many more slabs it takes so that so many places of each namespace can be allocated; tenants aside."""
-        needed = 0
+        """How many more slabs it takes so that so many places of each namespace can be allocated."""
+        needed: Counter[Tenant] = Counter()
         for namespace_id, count in counts.items():
             shelf = self._shelves[namespace_id]
             left = count - sum(shelf.slabs[slab].free_count for slab in shelf.open_slabs)
-            needed += max(-(-left // shelf.slots_per_slab), 0)
-        free = len(self._fresh_slabs) + sum(map(len, self._free_slabs.values()))
-        return max(needed - free, 0)
+            needed[shelf.tenant] += max(-(-left // shelf.slots_per_slab), 0)
+        own = {tenant: len(self._free_slabs.get(tenant, ())) for tenant in needed}
+        short = sum(max(count - own[tenant], 0) for tenant, count in needed.items())
+        return max(short - len(self._fresh_slabs), 0)
 
     def retain(self, places: Iterable[Place]) -> None:
         """Adds a holder to each, which has one already; one `release` is owed for each."""

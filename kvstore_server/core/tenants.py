@@ -67,9 +67,13 @@ class Tenants:
             self._members.setdefault(uid, Membership(DEFAULT_TENANT, may_write=True))
 
     @property
-    def count(self) -> int:
+    def all(self) -> frozenset[Tenant]:
         """All there can be, the default one included."""
-        return len({DEFAULT_TENANT, *(member.tenant for member in self._members.values())})
+        return frozenset({DEFAULT_TENANT, *(member.tenant for member in self._members.values())})
+
+    @property
+    def count(self) -> int:
+        return len(self.all)
 
     def find(self, uid: int) -> Membership | None:
         """None: this user has no business here."""

@@ -23,7 +23,7 @@ from kvstore_server.core.admission import Admission
 from kvstore_server.core.disk import DiskBlock, DiskCore
 from kvstore_server.core.space import SlabId, SlabSpace
 from kvstore_server.core.store import BlockKey
-from kvstore_server.core.tenants import ScopedId
+from kvstore_server.core.tenants import DEFAULT_TENANT, ScopedId, Tenant, tenant_of
 from kvstore_server.nvme.device import Device, FileDevice, aligned_buffer
 from kvstore_server.nvme.format import SEGMENT_HEADER_BYTES, SegmentHeader
 from kvstore_server.nvme.index import Index, IndexDamagedError, IndexFullError, remove_index
@@ -55,6 +55,8 @@ class Geometry:
     room_bytes: int
     """What all segments together may take."""
     index_map_bytes: int
+    tenants: frozenset[Tenant] = frozenset({DEFAULT_TENANT})
+    """Among whom the space is divided; blocks of others are of no use any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +119,7 @@ def _open_folder(
             segment_bytes=segment_bytes,
             count_max=count_max,
             admission=admission,
+            tenants=geometry.tenants,
         )
         if refused:
             with suppress(IndexFullError):  # they are refused again, then
@@ -271,13 +274,14 @@ def _restore(
     segment_bytes: int,
     count_max: int,
     admission: Admission,
+    tenants: frozenset[Tenant],
 ) -> tuple[DiskCore, int, Sequence[BlockKey]]:
     """The core with all that the index knows, how many records there were, and the keys of those that cannot be.
 
     What is in unreadable segments is neither: it is left for a start that can read them.
     """
     slab_bytes = segment_bytes - SEGMENT_HEADER_BYTES
-    space = SlabSpace(slab_count=max(count_max, 1), slab_bytes=slab_bytes)
+    space = SlabSpace(slab_count=max(count_max, 1), slab_bytes=slab_bytes, tenant_count=len(tenants))
     for number in sorted(usable):
         space.add_slab(SlabId(number))
     disk = DiskCore(space=space, admission=admission)
@@ -302,7 +306,9 @@ def _restore(
     # Also above those of blocks that are not restored now; a larger one is damaged.
     disk.skip_to(max((record.sequence for record in records if record.sequence < _SEQUENCE_END), default=0))
     slot_bytes_of = {
-        ScopedId(header.scoped_id): header.slot_bytes for header in assignments.values() if header.slot_bytes
+        ScopedId(header.scoped_id): header.slot_bytes
+        for header in assignments.values()
+        if header.slot_bytes and tenant_of(ScopedId(header.scoped_id)) in tenants
     }
     refused_count = len(refused)
     refused += disk.restore(known, slot_bytes_of=slot_bytes_of)

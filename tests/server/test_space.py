@@ -253,3 +253,20 @@ def test_a_restored_slab_is_its_tenants() -> None:
     assert not space.is_below_share(ACME)
     assert space.allocate(ScopedId(b"1" * 32)) == SLAB_BYTES
     space.check_invariants()
+
+
+def test_missing_slabs_are_those_that_no_free_slot_and_no_free_slab_of_ones_own_makes_up_for() -> None:
+    alice, bob = ScopedId(b"alice" + bytes(32)), ScopedId(b"bob" + bytes(32))
+    space = SlabSpace(slab_count=8, slab_bytes=4 * 4096, tenant_count=2)
+    for slab in range(3):
+        space.add_slab(SlabId(slab))
+    for namespace_id in (alice, bob):
+        space.open(namespace_id, block_bytes=4096)
+    assert space.missing_slab_count({alice: 12}) == 0
+    assert space.missing_slab_count({alice: 13}) == 1
+    assert space.missing_slab_count({alice: 8, bob: 5}) == 1
+    place = space.allocate(alice)
+    assert place is not None
+    assert space.missing_slab_count({alice: 11}) == 0, "three slots of its own slab, and two slabs"
+    space.release(place)
+    assert space.missing_slab_count({bob: 9}) == 1, "a slab that was alice's is for bob only once it is replaced"

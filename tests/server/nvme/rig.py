@@ -16,7 +16,7 @@ from kvstore.namespace import Namespace
 from kvstore_server.core.admission import Admission
 from kvstore_server.core.space import Place, SlabId, SlabSpace
 from kvstore_server.core.store import StoreCore
-from kvstore_server.core.tenants import DEFAULT_TENANT, ScopedId, scoped
+from kvstore_server.core.tenants import DEFAULT_TENANT, ScopedId, Tenant, scoped
 from kvstore_server.nvme.device import FileDevice
 from kvstore_server.nvme.format import StoredCodec, segment_offset
 from kvstore_server.nvme.opening import NvmeSettings, open_tier
@@ -59,6 +59,7 @@ class Rig:
     codecs: tuple[StoredCodec, ...] = ()
     forced_codec: StoredCodec | None = None
     free_reserve_bytes: int = 0
+    tenants: frozenset[Tenant] = frozenset({DEFAULT_TENANT})
     prefetch_bytes_max: int = 64 << 20
     batch_count: int = 4
     before_open: Callable[[FaultyDevice], None] = lambda device: None
@@ -87,6 +88,7 @@ class Rig:
                     is_segment_bytes_given=self.is_segment_bytes_given,
                     room_bytes=self.segment_count * SEGMENT_BYTES,
                     index_map_bytes=self.index_map_bytes,
+                    tenants=self.tenants,
                 ),
                 free_reserve_bytes=lambda _: self.free_reserve_bytes,
                 admission=Admission(policy=self.admission, write_budget_bytes_per_day=None),

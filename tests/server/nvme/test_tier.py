@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvstore_server.core.tenants import DEFAULT_TENANT, Tenant
 from kvstore_server.nvme.format import StoredCodec
 from tests.server.builders import LARGE, MIDDLE, SMALL, block_hash
 from tests.server.nvme.rig import Rig
@@ -47,3 +48,16 @@ async def test_after_a_restart_all_is_there(open_rig: OpenRig, codec: StoredCode
     await rig.reopen()
     for namespace in (SMALL, MIDDLE, LARGE):
         assert None not in await rig.get(range(3), namespace)
+
+
+async def test_blocks_of_a_tenant_that_is_no_more_make_room_for_others(open_rig: OpenRig) -> None:
+    rig = await open_rig()
+    assert rig.put(range(5)) == 5
+    await rig.demote_all()
+    rig.tenants = frozenset({Tenant("alice")})
+    await rig.reopen()
+    assert rig.on_disk() == set()
+    assert rig.tier.figures().refused_record_count == 5
+    rig.tenants = frozenset({DEFAULT_TENANT})
+    await rig.reopen()
+    assert rig.on_disk() == set(), "they were deleted from the index"

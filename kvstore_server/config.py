@@ -139,7 +139,7 @@ class NvmeConfig(_Section):
     survives the end of the daemon only; what a power cut tore is found out by its checksum and dropped."""
     admission: Literal["all", "second-hit", "adaptive"] = "all"
     """Which blocks may enter: all, those that were used twice, or the one or the other by what has paid so far.
-    A chain enters from its head on, without holes."""
+    Whole chains enter, or none of their blocks."""
     write_budget_per_day: Size | None = None
     """Most bytes written in a day, to spare the device; at least 1MiB. Default no limit."""
     io_threads: int = Field(default=8, ge=1, le=64)

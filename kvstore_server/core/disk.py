@@ -130,6 +130,11 @@ class DiskCore:
     def find(self, key: BlockKey) -> DiskBlock | None:
         return self.stored(key.namespace_id).get(key.block_hash)
 
+    def some_block(self) -> DiskBlock | None:
+        """Any that is stored."""
+        key = next(iter(self._key_at.values()), None)
+        return None if key is None else self.find(key)
+
     def begin_read(self, key: BlockKey) -> DiskBlock | None:
         """Holds a block for a reader, who owes one `end_read`; None when it is not here."""
         block = self.find(key)

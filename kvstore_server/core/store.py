@@ -657,12 +657,14 @@ class StoreCore:
         *,
         parent_hashes: Sequence[BlockHash | None],
         now_s: float,
+        may_lose: bool = True,
     ) -> list[Reservation | None]:
         """Takes a slot for each block, given head first, that comes from the lower tier; each owes an `end_promotion`.
 
         None: it is stored or pending already, or there was no room for it, as then for all that follow. They are
         reservations of nobody's that end by no time and no owner, and count as such. A store that drains promotes, too:
-        it serves what it has to the end.
+        it serves what it has to the end. Unless `may_lose`, what the lower tier wants departs rather than being dropped
+        for this: there is room when it has.
         """
         self.now_s = now_s
         entry = self._entry(namespace_id)
@@ -676,7 +678,7 @@ class StoreCore:
             if not is_cut and block_hash not in entry.stored and block_hash not in entry.pending:
                 key = BlockKey(namespace_id, block_hash)
                 parent = None if parent_hash is None else BlockKey(namespace_id, parent_hash)
-                place = self._admit(key, parent=parent, may_lose=True, use_count=_PROMOTED_USE_COUNT)
+                place = self._admit(key, parent=parent, may_lose=may_lose, use_count=_PROMOTED_USE_COUNT)
                 if place is None:
                     is_cut = True
                 else:
@@ -889,8 +891,16 @@ class StoreCore:
             return place
         if self.lower is not None and not may_lose:
             self.evict_to_low_watermark()
+            if not self.departing_bytes:
+                # All tenants are within their shares, or the room is in slabs of others: then one's own blocks depart.
+                self._evict_or_demote(
+                    self.lower,
+                    self._own_goal_bytes(namespace_id),
+                    may_evict=lambda key: key.namespace_id == namespace_id,
+                    count_max=_LOSS_COUNT_MAX,
+                )
             if self.departing_bytes:
-                return None
+                return self.space.allocate(namespace_id)
         if not self._claim_slab(namespace_id):
             self._evict(
                 self._own_goal_bytes(namespace_id),
@@ -1048,8 +1058,8 @@ class StoreCore:
             if lower.find(key) is not None:
                 return True
             slot_bytes = self.space.slot_bytes(key.namespace_id)
-            if slot_bytes > room_bytes:
-                return None
+            if slot_bytes > room_bytes and (self.departing_bytes or departures):
+                return None  # but one block may always depart, however large it is
             if lower.wants(key, use_count=self._recency.use_count(key), now_s=self.now_s):
                 room_bytes -= slot_bytes
                 departures[key] = self._departure(key)

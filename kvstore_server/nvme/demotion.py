@@ -96,7 +96,7 @@ class Demotion:
                 block = disk.find(write.key) if write.key in untrusted else None
                 if block is not None and block.sequence == write.sequence:
                     disk.drop(write.key, block)
-            self._parts.on_settled()
+            self._parts.note_departed()
 
     async def _write(self, batch: Sequence[Departure]) -> Sequence[DiskWrite]:
         """Returns what is on the disk now, if anything."""

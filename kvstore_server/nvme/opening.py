@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import structlog
+
 from kvstore_server.core.admission import Admission
 from kvstore_server.core.store import StoreCore
 from kvstore_server.nvme.device import Device, FileDevice
@@ -18,6 +20,8 @@ from kvstore_server.nvme.images import Images, SlotView
 from kvstore_server.nvme.parts import Parts, TierSettings
 from kvstore_server.nvme.recovery import Geometry, open_folder
 from kvstore_server.nvme.tier import NvmeTier
+
+_log = structlog.get_logger("kvstore.nvme")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +62,20 @@ async def open_tier(
     )
     opened = await asyncio.to_thread(open_)
     filesystem = os.statvfs(settings.folder)
+    reserve_bytes = settings.free_reserve_bytes(filesystem.f_frsize * filesystem.f_blocks)
+    room_bytes = filesystem.f_frsize * filesystem.f_bavail - reserve_bytes + opened.device.used_bytes()
+    if room_bytes < settings.capacity_bytes:
+        _log.warning(
+            "nvme_capacity_beyond_disk",
+            capacity_bytes=settings.capacity_bytes,
+            room_bytes=room_bytes,
+            hint="the file system has no room for nvme.capacity beside nvme.free_reserve; the tier ends there",
+        )
     tier_settings = TierSettings(
         capacity_bytes=settings.capacity_bytes,
         segment_bytes=opened.segment_bytes,
         segment_count_max=opened.segment_count_max,
-        free_reserve_bytes=settings.free_reserve_bytes(filesystem.f_frsize * filesystem.f_blocks),
+        free_reserve_bytes=reserve_bytes,
         batch_count=settings.batch_count,
         io_threads=settings.io_threads,
         is_synced=settings.is_synced,

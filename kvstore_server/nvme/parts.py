@@ -77,6 +77,10 @@ class Recovered:
     """What each segment on the disk says that it is for."""
 
 
+LOSSES = ("no_room", "degraded", "failed")
+"""Why blocks that had departed were not written."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Counts:
     """What happened since the start, as far as the cores do not count it."""
@@ -140,6 +144,8 @@ class Parts:
         self.reads_under_way = 0
         self.lost_segments: set[int] = set()
         """Nothing is stored in these, and nothing can be written before their files were made anew."""
+        self.departed = asyncio.Event()
+        """Replaced and set whenever blocks have departed from memory."""
         self._io_threads = io_threads
         self._index_thread = index_thread
         self._tasks: set[asyncio.Task[None]] = set()
@@ -158,6 +164,12 @@ class Parts:
 
     def may_grow(self) -> bool:
         return self.health.may(DiskWork.GROWING, now_s=self.clock())
+
+    def note_departed(self) -> None:
+        """To be told of each batch, whatever became of it."""
+        self.departed.set()
+        self.departed = asyncio.Event()
+        self.on_settled()
 
     # --- threads and tasks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -42,10 +42,20 @@ class _Load(NamedTuple):
     reservation: Reservation
 
 
+class _Reading:
+    """What was asked of the disk at once."""
+
+    def __init__(self, *, job_count: int) -> None:
+        self.started_s = time.perf_counter()
+        self.left_count = job_count
+        self.read_bytes = 0
+
+
 class Loading:
     """Blocks that one thread reads one after the other, and who waits for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, reading: _Reading) -> None:
+        self.reading = reading
         self.task: asyncio.Task[None]
         self.waiter_count = 0
         self.held: list[StoredBlock | None] = []
@@ -55,7 +65,8 @@ class Loading:
 class Promotion:
     """Each block is read once, however many wait for it."""
 
-    def __init__(self, parts: Parts, codings: Codings) -> None:
+    def __init__(self, parts: Parts, codings: Codings, *, wake_demotion: Callable[[], None]) -> None:
+        self._wake_demotion = wake_demotion
         self._parts = parts
         self._codings = codings
         self._loading: dict[BlockKey, Loading] = {}
@@ -78,10 +89,11 @@ class Promotion:
         that has become fast again is found out."""
         parts, now_s = self._parts, self._parts.clock()
         is_due = now_s >= self._probed_s + _PROBE_EVERY_S
-        if self._last_read is None or not is_due or parts.reads_under_way or not parts.may_read():
+        block = self._last_read or parts.disk.some_block()
+        if block is None or not is_due or parts.reads_under_way or not parts.may_read():
             return
         self._probed_s = now_s
-        parts.spawn(self._probe(self._last_read))
+        parts.spawn(self._probe(block))
 
     async def _probe(self, block: DiskBlock) -> None:
         parts = self._parts
@@ -105,15 +117,50 @@ class Promotion:
         What has been brought, or was in memory when this was called, is there when this returns: whoever waits holds it
         until then, and must take his own hold before he waits for anything else.
         """
-        parts, timeout_s = self._parts, self._parts.settings.load_timeout_s
-        loads = set(self.start(namespace_id, hashes))
-        if not loads:
+        parts = self._parts
+        deadline_s = time.monotonic() + parts.settings.load_timeout_s
+        if not self._is_needed(namespace_id, hashes):
             return
         in_memory = parts.store.stored(namespace_id)
         held = [parts.store.begin_read(namespace_id, one) for one in hashes if one in in_memory]
+        try:
+            while True:
+                departed = parts.departed
+                loads = set(self.start(namespace_id, hashes, may_lose=False))
+                if not await self._wait(loads, held, deadline_s=deadline_s):
+                    return
+                if not self._is_needed(namespace_id, hashes):
+                    return
+                if not parts.store.departing_bytes:
+                    break
+                # Room is on its way: blocks that only memory has are not to be lost for these.
+                self._wake_demotion()
+                try:
+                    await asyncio.wait_for(departed.wait(), max(deadline_s - time.monotonic(), 0.0))
+                except TimeoutError:
+                    break
+            await self._wait(set(self.start(namespace_id, hashes)), held, deadline_s=deadline_s)
+        finally:
+            for block in held:
+                if block is not None:
+                    parts.store.end_read(block, sent_bytes=0)
+
+    def _is_needed(self, namespace_id: ScopedId, hashes: Sequence[BlockHash]) -> bool:
+        """Whether some of these can be brought."""
+        parts = self._parts
+        if not parts.may_read():
+            return False
+        on_disk, in_memory = parts.disk.stored(namespace_id), parts.store.stored(namespace_id)
+        return any(one in on_disk and one not in in_memory for one in hashes)
+
+    async def _wait(self, loads: Collection[Loading], held: list[StoredBlock | None], *, deadline_s: float) -> bool:
+        """False: some were late. What has come is added to `held`."""
+        if not loads:
+            return True
         for load in loads:
             load.waiter_count += 1
         try:
+            timeout_s = max(deadline_s - time.monotonic(), 0.0)
             _, late = await asyncio.wait([load.task for load in loads], timeout=timeout_s)
         finally:
             for load in loads:
@@ -121,13 +168,12 @@ class Promotion:
                 if not load.waiter_count:
                     held += load.held
                     load.held = []
-            for block in held:
-                if block is not None:
-                    parts.store.end_read(block, sent_bytes=0)
         if late:
-            parts.note_fault(
+            timeout_s = self._parts.settings.load_timeout_s
+            self._parts.note_fault(
                 DiskFault.SLOW, f"{len(late)} reads were not done within {timeout_s:g} s", at=DiskWork.READING
             )
+        return not late
 
     def prefetch(self, namespace_id: ScopedId, hashes: Sequence[BlockHash], *, budget_bytes: int) -> Prefetched:
         """Begins to bring blocks, head first, as far as the budgets go; 0: only our own budget.
@@ -148,7 +194,7 @@ class Promotion:
         if chosen:
             size_bytes = len(chosen) * block_bytes
             self._prefetching_bytes += size_bytes
-            parts.spawn(self._prefetched(self.start(namespace_id, chosen), size_bytes))
+            parts.spawn(self._prefetched(self.start(namespace_id, chosen, may_lose=False), size_bytes))
         parts.counts.prefetch_started += len(chosen)
         parts.counts.prefetch_refused += refused_count
         return Prefetched(
@@ -166,7 +212,7 @@ class Promotion:
             await asyncio.wait([load.task for load in loads])
         self._prefetching_bytes -= size_bytes
 
-    def start(self, namespace_id: ScopedId, hashes: Sequence[BlockHash]) -> list[Loading]:
+    def start(self, namespace_id: ScopedId, hashes: Sequence[BlockHash], *, may_lose: bool = True) -> list[Loading]:
         """Begins to read what is only on the disk; returns what there is to wait for."""
         parts = self._parts
         if not parts.may_read():
@@ -183,16 +229,20 @@ class Promotion:
             elif block_hash in on_disk:
                 wanted.append(block_hash)
         if wanted:
-            waited_for += self._begin(namespace_id, wanted)
+            waited_for += self._begin(namespace_id, wanted, may_lose=may_lose)
         return waited_for
 
-    def _begin(self, namespace_id: ScopedId, hashes: Sequence[BlockHash]) -> list[Loading]:
+    def _begin(self, namespace_id: ScopedId, hashes: Sequence[BlockHash], *, may_lose: bool) -> list[Loading]:
         parts = self._parts
         held = [parts.disk.begin_read(BlockKey(namespace_id, block_hash)) for block_hash in hashes]
         blocks = [block for block in held if block is not None]
         assert len(blocks) == len(hashes), "what is stored can be read"
         reservations = parts.store.begin_promotion(
-            namespace_id, hashes, parent_hashes=[block.parent_hash for block in blocks], now_s=parts.clock()
+            namespace_id,
+            hashes,
+            parent_hashes=[block.parent_hash for block in blocks],
+            now_s=parts.clock(),
+            may_lose=may_lose,
         )
         loads: list[_Load] = []
         for block, reservation, block_hash in zip(blocks, reservations, hashes, strict=True):
@@ -202,8 +252,10 @@ class Promotion:
                 loads.append(_Load(block, reservation))
         parts.disk.touch([load.reservation.key for load in loads])
         begun = []
-        for job in _jobs(loads):
-            loading = Loading()
+        jobs = _jobs(loads)
+        reading = _Reading(job_count=len(jobs))
+        for job in jobs:
+            loading = Loading(reading)
             loading.task = parts.spawn(self._load(namespace_id, job, loading))
             begun.append(loading)
             parts.reads_under_way += 1
@@ -217,10 +269,10 @@ class Promotion:
         payload_bytes = parts.store.payload_bytes(namespace_id)
         element_bytes = self._codings.element_bytes(namespace_id)
         read = partial(self._read, job, payload_bytes=payload_bytes, element_bytes=element_bytes)
-        outcomes: Sequence[KvstoreError | OSError | None] = []
+        outcomes: list[KvstoreError | OSError | None] = []
         started_s = time.monotonic()
         try:
-            outcomes, took_s = await parts.in_io_thread(read)
+            outcomes = await parts.in_io_thread(read)
         finally:
             outcomes = outcomes or [OSError("not read")] * len(job)
             block_bytes = ENVELOPE_BYTES + payload_bytes
@@ -240,14 +292,18 @@ class Promotion:
                 self._settle(load, outcome, is_late=is_late)
             parts.on_settled()
         # What failed says nothing of what a read costs.
-        read_bytes = sum(
+        reading = loading.reading
+        reading.left_count -= 1
+        reading.read_bytes += sum(
             padded(DISK_HEADER_BYTES + load.block.stored_bytes)
             for load, outcome in zip(job, outcomes, strict=True)
             if not isinstance(outcome, OSError)
         )
-        if read_bytes:
-            parts.counts.device_read_bytes += read_bytes
-            self._meter.note(size_bytes=read_bytes, elapsed_s=took_s)
+        if not reading.left_count and reading.read_bytes:
+            # All that was read side by side, as whoever waits for it sees it.
+            parts.counts.device_read_bytes += reading.read_bytes
+            self._meter.note(size_bytes=reading.read_bytes, elapsed_s=time.perf_counter() - reading.started_s)
+            self._last_read = job[0].block
 
     def _settle(self, load: _Load, outcome: KvstoreError | OSError | None, *, is_late: bool) -> None:
         parts, key = self._parts, load.reservation.key
@@ -278,9 +334,8 @@ class Promotion:
 
     def _read(
         self, job: Sequence[_Load], *, payload_bytes: int, element_bytes: int
-    ) -> tuple[list[KvstoreError | OSError | None], float]:
-        """Runs in a thread: what was wrong with each block, and how long all took."""
-        started_s = time.perf_counter()
+    ) -> list[KvstoreError | OSError | None]:
+        """Runs in a thread: what was wrong with each block."""
         outcomes: list[KvstoreError | OSError | None] = []
         for load in job:
             try:
@@ -298,7 +353,7 @@ class Promotion:
                 outcomes.append(self._parts.explained(error, segment=segment))
             else:
                 outcomes.append(None)
-        return outcomes, time.perf_counter() - started_s
+        return outcomes
 
 
 def _jobs(loads: Sequence[_Load]) -> list[list[_Load]]:

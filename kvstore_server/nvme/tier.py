@@ -24,7 +24,7 @@ from kvstore_server.core.worth import worth_fetching
 from kvstore_server.nvme.coding import Codings
 from kvstore_server.nvme.demotion import Demotion
 from kvstore_server.nvme.figures import NvmeFigures
-from kvstore_server.nvme.parts import Parts, Recovered
+from kvstore_server.nvme.parts import LOSSES, Parts, Recovered
 from kvstore_server.nvme.promotion import Prefetched, Promotion
 from kvstore_server.nvme.segments import Segments
 
@@ -43,7 +43,7 @@ class NvmeTier:
             parts.store.element_bytes, candidates=parts.settings.codecs, forced=parts.settings.forced_codec
         )
         self._segments = Segments(parts, assignments=recovered.assignments)
-        self._promotion = Promotion(parts, self._codings)
+        self._promotion = Promotion(parts, self._codings, wake_demotion=self.wake)
         self._demotion = Demotion(parts, self._segments, self._codings, read_cost=lambda: self._promotion.cost)
 
     # --- what the memory tier asks (LowerTier): no more than a look into a table
@@ -97,7 +97,7 @@ class NvmeTier:
 
     def start(self, namespace_id: ScopedId, hashes: Sequence[BlockHash]) -> None:
         """Begins to bring what is only here, and does not wait."""
-        self._promotion.start(namespace_id, hashes)
+        self._promotion.start(namespace_id, hashes, may_lose=False)
 
     async def bring(self, namespace_id: ScopedId, hashes: Sequence[BlockHash]) -> None:
         """See `Promotion.bring`."""
@@ -121,6 +121,7 @@ class NvmeTier:
 
     async def run(self) -> None:
         """Writes what departs from memory for as long as it runs."""
+        self._promotion.probe()  # so that the first lookups with a cost know what a read takes
         await self._demotion.run()
 
     async def flush(self) -> None:
@@ -169,7 +170,7 @@ class NvmeTier:
             hit_count=counts.hits,
             undemoted_count=parts.store.counters.dropped_undemoted_count + counts.lost.total(),
             evicted_count=disk.counters.evicted_count,
-            dropped_counts={**disk.counters.refused_counts, **counts.lost},
+            dropped_counts={**disk.counters.refused_counts, **dict.fromkeys(LOSSES, 0), **counts.lost},
             corrupt_count=counts.corrupt,
             fault_counts={fault.value: parts.health.fault_counts[fault] for fault in DiskFault},
             device_written_bytes=counts.device_written_bytes,

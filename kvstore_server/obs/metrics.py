@@ -307,7 +307,7 @@ SPECS: tuple[MetricSpec, ...] = (
     MetricSpec(
         name="kvstore_nvme_hit_blocks_total",
         kind=CounterMetricFamily,
-        help="Blocks asked for that memory did not have and the disk did.",
+        help="Blocks that lookups and acquires asked for, that memory did not have and the disk did.",
         samples=_one_nvme(lambda nvme: nvme.hit_count),
     ),
     MetricSpec(

@@ -657,7 +657,7 @@ class StoreCore:
         *,
         parent_hashes: Sequence[BlockHash | None],
         now_s: float,
-        may_lose: bool = True,
+        may_lose: bool,
     ) -> list[Reservation | None]:
         """Takes a slot for each block, given head first, that comes from the lower tier; each owes an `end_promotion`.
 

@@ -46,7 +46,7 @@ class _Reading:
     """What was asked of the disk at once."""
 
     def __init__(self, *, job_count: int) -> None:
-        self.started_s = time.perf_counter()
+        self.started_s = time.monotonic()
         self.left_count = job_count
         self.read_bytes = 0
 
@@ -127,9 +127,8 @@ class Promotion:
             while True:
                 departed = parts.departed
                 loads = set(self.start(namespace_id, hashes, may_lose=False))
-                if not await self._wait(loads, held, deadline_s=deadline_s):
-                    return
-                if not self._is_needed(namespace_id, hashes):
+                is_room_missing = self._is_needed(namespace_id, hashes, but_not_loading=True)
+                if not await self._wait(loads, held, deadline_s=deadline_s) or not is_room_missing:
                     return
                 if not parts.store.departing_bytes:
                     break
@@ -138,20 +137,23 @@ class Promotion:
                 try:
                     await asyncio.wait_for(departed.wait(), max(deadline_s - time.monotonic(), 0.0))
                 except TimeoutError:
-                    break
-            await self._wait(set(self.start(namespace_id, hashes)), held, deadline_s=deadline_s)
+                    return
+            await self._wait(set(self.start(namespace_id, hashes, may_lose=True)), held, deadline_s=deadline_s)
         finally:
             for block in held:
                 if block is not None:
                     parts.store.end_read(block, sent_bytes=0)
 
-    def _is_needed(self, namespace_id: ScopedId, hashes: Sequence[BlockHash]) -> bool:
-        """Whether some of these can be brought."""
+    def _is_needed(self, namespace_id: ScopedId, hashes: Sequence[BlockHash], *, but_not_loading: bool = False) -> bool:
+        """Whether some of these can be brought, and are not on their way if that is asked for."""
         parts = self._parts
         if not parts.may_read():
             return False
         on_disk, in_memory = parts.disk.stored(namespace_id), parts.store.stored(namespace_id)
-        return any(one in on_disk and one not in in_memory for one in hashes)
+        loading = self._loading if but_not_loading else {}
+        return any(
+            one in on_disk and one not in in_memory and BlockKey(namespace_id, one) not in loading for one in hashes
+        )
 
     async def _wait(self, loads: Collection[Loading], held: list[StoredBlock | None], *, deadline_s: float) -> bool:
         """False: some were late. What has come is added to `held`."""
@@ -168,10 +170,12 @@ class Promotion:
                 if not load.waiter_count:
                     held += load.held
                     load.held = []
-        if late:
-            timeout_s = self._parts.settings.load_timeout_s
+        # Some of the time may have gone into waiting for room in memory, which is no fault of the disk.
+        timeout_s, now_s = self._parts.settings.load_timeout_s, time.monotonic()
+        slow = [load for load in loads if load.task in late and now_s >= load.reading.started_s + timeout_s]
+        if slow:
             self._parts.note_fault(
-                DiskFault.SLOW, f"{len(late)} reads were not done within {timeout_s:g} s", at=DiskWork.READING
+                DiskFault.SLOW, f"{len(slow)} reads were not done within {timeout_s:g} s", at=DiskWork.READING
             )
         return not late
 
@@ -212,7 +216,7 @@ class Promotion:
             await asyncio.wait([load.task for load in loads])
         self._prefetching_bytes -= size_bytes
 
-    def start(self, namespace_id: ScopedId, hashes: Sequence[BlockHash], *, may_lose: bool = True) -> list[Loading]:
+    def start(self, namespace_id: ScopedId, hashes: Sequence[BlockHash], *, may_lose: bool) -> list[Loading]:
         """Begins to read what is only on the disk; returns what there is to wait for."""
         parts = self._parts
         if not parts.may_read():
@@ -302,8 +306,7 @@ class Promotion:
         if not reading.left_count and reading.read_bytes:
             # All that was read side by side, as whoever waits for it sees it.
             parts.counts.device_read_bytes += reading.read_bytes
-            self._meter.note(size_bytes=reading.read_bytes, elapsed_s=time.perf_counter() - reading.started_s)
-            self._last_read = job[0].block
+            self._meter.note(size_bytes=reading.read_bytes, elapsed_s=time.monotonic() - reading.started_s)
 
     def _settle(self, load: _Load, outcome: KvstoreError | OSError | None, *, is_late: bool) -> None:
         parts, key = self._parts, load.reservation.key

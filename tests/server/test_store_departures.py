@@ -184,6 +184,7 @@ class DeparturesMachine(StoreCoreMachine):
                 hashes(*chain),
                 parent_hashes=[None if parent is None else block_hash(parent) for parent in parents],
                 now_s=self.now_s,
+                may_lose=True,
             ),
             tenant=space.tenant,
         )
@@ -709,7 +710,7 @@ def promote(
     """Begins with a chain."""
     parents = [None if parent is None else block_hash(parent), *hashes(*numbers[:-1])]
     namespace_id = scoped(DEFAULT_TENANT, namespace.id)
-    return core.begin_promotion(namespace_id, hashes(*numbers), parent_hashes=parents, now_s=now_s)
+    return core.begin_promotion(namespace_id, hashes(*numbers), parent_hashes=parents, now_s=now_s, may_lose=True)
 
 
 def test_a_promoted_block_is_pending_until_it_has_come_and_then_verified_and_used_twice() -> None:
@@ -771,7 +772,7 @@ def test_behind_a_block_without_room_nothing_is_lost_for_the_rest() -> None:
     put(core, *range(1, 5))
     core.lease(SMALL.id, hashes(1, 2, 3), owner_id=ALICE, now_s=0.0, duration_s=9.0)
     parents = [block_hash(4), None]
-    assert core.begin_promotion(SMALL.id, hashes(5, 6), parent_hashes=parents, now_s=0.0) == [None, None]
+    assert core.begin_promotion(SMALL.id, hashes(5, 6), parent_hashes=parents, now_s=0.0, may_lose=True) == [None, None]
     assert states_of(core, 4) == [BlockState.HIT]
 
 

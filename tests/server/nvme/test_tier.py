@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -61,3 +62,31 @@ async def test_blocks_of_a_tenant_that_is_no_more_make_room_for_others(open_rig:
     rig.tenants = frozenset({DEFAULT_TENANT})
     await rig.reopen()
     assert rig.on_disk() == set(), "they were deleted from the index"
+
+
+async def test_a_load_waits_for_room_that_is_on_its_way_and_costs_no_block_that_only_memory_has(
+    open_rig: OpenRig,
+) -> None:
+    rig = await open_rig(slab_count=1, namespaces=(LARGE,))
+    assert rig.put([0], LARGE) == 1
+    await rig.demote_all()
+    assert rig.put([1, 2, 3], LARGE) == 3  # all that there is room for
+    writing = asyncio.ensure_future(rig.tier.run())
+    assert None not in await rig.get([0], LARGE)
+    writing.cancel()
+    assert rig.core.counters.dropped_undemoted_count == 0
+    await rig.demote_all()
+    assert None not in await rig.get([0], LARGE)
+    assert len(rig.on_disk(LARGE)) == 4
+
+
+async def test_a_load_that_finds_no_room_in_time_is_a_miss_and_no_fault_of_the_disk(open_rig: OpenRig) -> None:
+    rig = await open_rig(slab_count=1, namespaces=(LARGE,), load_timeout_s=0.2)
+    assert rig.put([0], LARGE) == 1
+    await rig.demote_all()
+    assert rig.put([1, 2, 3], LARGE) == 3
+    # What departs for it is never written, for nobody is told to.
+    assert await rig.get([0], LARGE) == [None]
+    assert rig.tier.may_read()
+    assert not any(rig.tier.figures().fault_counts.values())
+    assert rig.core.counters.dropped_undemoted_count == 0

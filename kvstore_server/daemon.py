@@ -482,11 +482,12 @@ class Daemon:
 
     async def _flush_nvme(self, *, timeout_s: float) -> None:
         """Writes what is in memory to the disk, as far as it gets, so that the next start finds it there."""
-        if self._service.nvme is None or self._bug is not None:
+        nvme = self._service.nvme
+        if nvme is None or self._bug is not None:
             return
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._service.nvme.flush(), timeout_s)
-        _log.info("nvme_flushed", blocks=self._service.nvme.figures().block_count)
+            await asyncio.wait_for(nvme.flush(), timeout_s)
+        _log.info("nvme_flushed", blocks=nvme.figures().block_count, unwritten_blocks=nvme.unwritten_count())
 
     def _wake_waiters(self) -> None:
         self._service.wake_waiters()

@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -45,8 +46,8 @@ class Ownership:
     A child that is started by `exec` does not inherit the lock.
     """
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
+    def __init__(self, fds: Sequence[int]) -> None:
+        self._fds = list(fds)
 
     @classmethod
     def take(cls, folder: Path, *, epoch_hex: str) -> Ownership:
@@ -56,18 +57,18 @@ class Ownership:
                 "nvme.path", str(folder), "an existing folder that the daemon may write to; create or mount it"
             )
         path = folder / LOCK_NAME
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except OSError as error:
-            raise _cannot_own(path, error) from error
         with contextlib.ExitStack() as undo:
-            undo.callback(os.close, fd)
             try:
-                if _lock(fd):
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                undo.callback(os.close, fd)
+                # The folder, too: somebody may delete the file, which would then be another one for the next to come.
+                folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                undo.callback(os.close, folder_fd)
+                if _lock(fd) and _lock(folder_fd):
                     _write_record(fd, epoch_hex)
                     _sync_folder(folder)
                     undo.pop_all()
-                    return cls(fd)
+                    return cls((fd, folder_fd))
                 owner = _read_record(fd)
             except OSError as error:
                 raise _cannot_own(path, error) from error
@@ -75,9 +76,8 @@ class Ownership:
 
     def release(self) -> None:
         """Lets the next one in; may be called again."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        while self._fds:
+            os.close(self._fds.pop())
 
     def __enter__(self) -> Ownership:
         return self
@@ -155,7 +155,7 @@ def _describe_owner(folder: Path, owner: Owner | None) -> str:
         else f"process {owner.pid} on {owner.host}, epoch {owner.epoch_hex}, since {owner.started}"
     )
     return (
-        f"nvme.path {folder} is owned by {who}; stop that daemon, or give this one a folder of its own "
+        f"nvme.path {folder} is owned by {who}; stop that daemon first, or name another folder "
         f"({LOCK_NAME} need not be deleted: the lock ends with its process)"
     )
 

@@ -130,6 +130,15 @@ class NvmeTier:
         await self._demotion.write_departures()
         await self._parts.wait_idle()
 
+    def unwritten_count(self) -> int:
+        """Blocks that are in memory only."""
+        store, disk = self._parts.store, self._parts.disk
+        return sum(
+            block_hash not in disk.stored(namespace_id)
+            for namespace_id in store.namespace_ids()
+            for block_hash in store.stored(namespace_id)
+        )
+
     async def close(self, *, timeout_s: float) -> bool:
         """Waits for what is under way; the disk is let alone afterwards. False: it hangs, and is still in use."""
         parts = self._parts

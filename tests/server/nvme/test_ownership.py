@@ -102,6 +102,14 @@ def test_a_record_that_cannot_be_read_is_nobodys(tmp_path: Path, record: bytes) 
     assert read_owner(tmp_path) is None
 
 
+def test_a_folder_whose_lock_file_was_deleted_still_has_one_owner(tmp_path: Path) -> None:
+    with Ownership.take(tmp_path, epoch_hex="1"):
+        (tmp_path / LOCK_NAME).unlink()
+        with pytest.raises(FolderOwnedError, match=str(tmp_path)):
+            Ownership.take(tmp_path, epoch_hex="2")
+    Ownership.take(tmp_path, epoch_hex="3").release()
+
+
 def test_a_folder_that_nobody_ever_owned_has_no_owner(tmp_path: Path) -> None:
     assert read_owner(tmp_path) is None
 

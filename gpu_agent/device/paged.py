@@ -30,9 +30,12 @@ class PagedCache:
         """One sequence per layer: its K and V, or K alone where the layout has no V plane."""
         if len(layers) != layout.num_layers:
             raise InvalidArgumentError.of("layers", f"{len(layers)} layers", f"{layout.num_layers}, as in the layout")
+        if not isinstance(layout.order, LayoutOrder):
+            raise InvalidArgumentError.of("layout", layout.order, f"{', '.join(LayoutOrder)} for a paged cache")
         self.layout = layout
+        self.order = layout.order
         self.layers = tuple(tuple(tensor.detach() for tensor in layer) for layer in layers)
-        self._token_axis = 1 if layout.order is LayoutOrder.NHD else 2
+        self._token_axis = 1 if self.order is LayoutOrder.NHD else 2
         first = self._planes(self.layers[0], 0)[0][1]
         tokens_per_page = first.shape[self._token_axis] if first.dim() == 4 else 0
         if tokens_per_page < 1 or layout.tokens_per_block % tokens_per_page:
@@ -94,7 +97,7 @@ class PagedCache:
             plane,
             layer,
             pages,
-            order=self.layout.order,
+            order=self.order,
             pages_per_block=self.pages_per_block,
         )
 
@@ -155,7 +158,7 @@ def _parts(blocks: PagedBlocks, index: int, payload: Tensor) -> list[tuple[Tenso
         whole = payload[plane.offset_bytes : end_bytes].view(shape)
         for layer, tensors in enumerate(cache.layers):
             pages = tensors[number].view(torch.uint8)
-            tokens_axis = 0 if cache.layout.order is LayoutOrder.NHD else 1
+            tokens_axis = 0 if cache.order is LayoutOrder.NHD else 1
             for page, part in zip(
                 blocks.pages[index].tolist(), whole[layer].chunk(cache.pages_per_block, dim=tokens_axis), strict=True
             ):

@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from kvstore.errors import InvalidArgumentError
 from kvstore.keys import NamespaceId
-from kvstore.layout import BlockLayout, LayoutOrder
+from kvstore.layout import BlockLayout, parse_order
 
 _MAGIC = b"KVNS"
 _VERSION = 1
@@ -81,7 +81,7 @@ class Namespace:
     """Of the V plane; 0 when there is none."""
     tokens_per_block: int
     layout: str
-    """`HND` or `NHD`, see `layout`."""
+    """`HND`, `NHD` or `opaque:NAME`, see `layout`."""
     shard: Shard | None
     """None when the layout is shard-agnostic."""
     lora: str
@@ -99,8 +99,7 @@ class Namespace:
                 _check_string(field.name, value)
             elif field.name in _INTEGER_FIELDS and (not isinstance(value, int) or isinstance(value, bool)):
                 raise InvalidArgumentError.of(field.name, value, "a whole number")
-        if self.layout not in LayoutOrder.__members__:
-            raise InvalidArgumentError.of("layout", self.layout, ", ".join(LayoutOrder.__members__))
+        parse_order(self.layout)
         if self.shard is not None and not isinstance(self.shard, Shard):
             raise InvalidArgumentError.of("shard", self.shard, "a Shard, or None when the layout is shard-agnostic")
         if not isinstance(self.tenant_salt, bytes) or len(self.tenant_salt) > STRING_MAX_BYTES:
@@ -119,7 +118,7 @@ class Namespace:
             v_head_dim=self.v_head_dim,
             tokens_per_block=self.tokens_per_block,
             dtype=self.dtype,
-            order=LayoutOrder(self.layout),
+            order=parse_order(self.layout),
         )
 
     @cached_property

@@ -40,7 +40,7 @@ NAMESPACE_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "head_dim": st.integers(1, 1024),
     "v_head_dim": st.integers(0, 1024),
     "tokens_per_block": st.integers(1, 1024),
-    "layout": st.sampled_from(["HND", "NHD"]),
+    "layout": st.sampled_from(["HND", "NHD", "opaque:engine.LBHNC.x86_64"]),
     "shard": st.none() | shards(),
     "lora": text,
     "tenant_salt": st.binary(max_size=40),

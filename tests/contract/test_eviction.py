@@ -306,7 +306,7 @@ def test_an_eviction_that_was_begun_goes_on_below_the_high_mark() -> None:
 @given(st.lists(st.tuples(keys, st.none() | keys), unique_by=lambda block: block[0]))
 def test_restoring_blocks_is_inserting_them_one_after_the_other(blocks: list[tuple[int, int | None]]) -> None:
     restored: LeafLru[int] = LeafLru()
-    restored.restore(blocks)
+    restored.restore([key for key, _ in blocks], [parent for _, parent in blocks])
     restored.check_invariants()
     inserted: LeafLru[int] = LeafLru()
     for key, parent in blocks:

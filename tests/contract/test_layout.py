@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import InvalidArgumentError
-from kvstore.layout import DTYPE_BYTES, BlockLayout, LayoutOrder
+from kvstore.layout import DTYPE_BYTES, BlockLayout, LayoutOrder, OpaqueOrder, parse_order
 
 layouts = st.builds(
     BlockLayout,
@@ -72,3 +72,24 @@ def test_sizes_that_no_model_has_are_refused_by_name(field: str, value: object) 
     }
     with pytest.raises(InvalidArgumentError, match=field):
         BlockLayout(**{**sizes, field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["HND", "NHD", "opaque:a", "opaque:vllm.LBHNC.x86_64+avx512"])
+def test_an_order_is_read_back_from_how_it_is_written(text: str) -> None:
+    assert str(parse_order(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "hnd", "opaque", "opaque:", "opaque:.a", "opaque:a b", "opaque:" + "a" * 201, None])
+def test_an_order_that_nobody_knows_is_refused_and_the_allowed_ones_are_named(text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="HND, NHD or opaque:NAME"):
+        parse_order(text)
+
+
+def test_an_opaque_block_is_one_plane_as_large_as_its_k_and_v() -> None:
+    sizes = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 8, "v_head_dim": 4, "tokens_per_block": 16}
+    known = BlockLayout(**sizes, dtype="bfloat16", order=LayoutOrder.HND)
+    opaque = BlockLayout(**sizes, dtype="bfloat16", order=OpaqueOrder("engine"))
+    assert opaque.payload_bytes == known.payload_bytes
+    (plane,) = opaque.planes
+    assert (plane.name, plane.offset_bytes, plane.size_bytes) == ("KV", 0, known.payload_bytes)
+    assert plane.strides_bytes[0] * 3 == plane.size_bytes

@@ -253,9 +253,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._client = self._settings.open_client()
         self._threads = ThreadPoolExecutor(_LOOKUP_THREADS, thread_name_prefix="kvstore-lookup")
         identities = Identities(
-            make_model=partial(model.read_model, config, hash_tokens=hash_tokens, settings=self._settings),
+            make_model=partial(model.read_model, config, settings=self._settings),
             adapter_revision=adapter_revision,
             group_settings=model.group_settings(cache),
+            late_settings=partial(model.hash_settings, config, hash_tokens=hash_tokens),
             executor=self._threads,
         )
         lookups = Lookups(

@@ -18,9 +18,9 @@ from kvstore.namespace import NONE, Namespace
 from kvstore_client.integrations._blocks import EngineModel
 from kvstore_client.integrations.vllm.messages import IdentityId, RankKey, RankLayout
 
-_LOG = logging.getLogger("kvstore.vllm")
+_LOG = logging.getLogger("vllm.kvstore")  # below vLLM's own logger, so that its handlers show it
 
-GroupSettings = Mapping[str, object]
+Settings = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +57,12 @@ class Identities:
         *,
         make_model: Callable[[], EngineModel],
         adapter_revision: Callable[[str], str],
-        group_settings: Sequence[GroupSettings],
+        group_settings: Sequence[Settings],
+        late_settings: Callable[[], Settings],
         executor: Executor,
     ) -> None:
+        """`late_settings` are those of the engine that it knows only once there are requests."""
+        self._late_settings = late_settings
         self._make_model = make_model
         self._adapter_revision = adapter_revision
         self._group_settings = group_settings
@@ -105,7 +108,7 @@ class Identities:
             model = EngineModel(
                 model=self._model.model,
                 weights_revision=self._model.weights_revision + self._suffix,
-                settings=self._model.settings,
+                settings={**self._model.settings, **self._late_settings()},
                 tenant_salt=self._model.tenant_salt,
             )
             namespaces = {rank: self._namespaces(model, layout, lora) for rank, layout in self._ranks.items()}
@@ -130,6 +133,9 @@ class Identities:
         except (KvstoreError, OSError) as error:
             _LOG.warning("nothing is stored or loaded, as it is not known which model this is: %s", error)
             return
+        except Exception:
+            _LOG.exception("nothing is stored or loaded, as it is not known which model this is")
+            raise
         with self._lock:
             self._model = model
 
@@ -139,5 +145,8 @@ class Identities:
         except (KvstoreError, OSError) as error:
             _LOG.warning("nothing is stored or loaded for adapter %s: %s", adapter.name, error)
             return
+        except Exception:
+            _LOG.exception("nothing is stored or loaded for adapter %s", adapter.name)
+            raise
         with self._lock:
             self._loras[adapter] = lora

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvstore.errors import KvstoreError
+from kvstore.errors import InternalError, KvstoreError
 from kvstore.keys import BlockHash
-from kvstore.messages import BlockState
+from kvstore.messages import RECOMPUTE_S_MAX, BlockState
 from kvstore.namespace import Namespace
 from kvstore_client.integrations.vllm.identities import Identity
 from kvstore_client.integrations.vllm.matching import GroupShape
 from kvstore_client.results import LookupResult
+
+_LOG = logging.getLogger("vllm.kvstore")  # below vLLM's own logger, so that its handlers show it
 
 
 class LooksUp(Protocol):
@@ -78,6 +81,15 @@ class Lookups:
     def _ask(
         self, identity: Identity, hashes: Sequence[Sequence[BlockHash]], recompute_s_per_token: float | None
     ) -> Found:
+        try:
+            return self._find(identity, hashes, recompute_s_per_token)
+        except Exception as error:  # noqa: BLE001  (a bug here must cost a computation, never the engine)
+            _LOG.exception("a lookup broke off; its prompt is computed")
+            return _nothing(hashes, InternalError(f"{type(error).__name__}: {error}"))
+
+    def _find(
+        self, identity: Identity, hashes: Sequence[Sequence[BlockHash]], recompute_s_per_token: float | None
+    ) -> Found:
         order = sorted(
             (group for group, shape in enumerate(self._groups) if shape is not None),
             key=lambda group: _shape(self._groups, group).kind != "full",
@@ -93,17 +105,18 @@ class Lookups:
             states = [True] * len(wanted)
             for namespaces in identity.shards():
                 namespace = namespaces[group]
-                assert namespace is not None, f"group {group} is cached by some ranks only"
+                if namespace is None:
+                    continue  # this part of the pipeline has none of its layers
                 result = self._client.lookup(
                     namespace,
                     wanted,
                     wait_s=self._wait_s if shape.kind == "full" else 0.0,
                     # All groups are loaded, so that each may take its part of what computing takes.
                     recompute_s_per_block=recompute_s_per_token
-                    and recompute_s_per_token * shape.block_tokens / len(order),
+                    and min(recompute_s_per_token * shape.block_tokens / len(order), RECOMPUTE_S_MAX),
                 )
                 if result.error is not None:
-                    return Found(hits=tuple(tuple([False] * len(h)) for h in hashes), error=result.error)
+                    return _nothing(hashes, result.error)
                 left_out_count += result.left_out_count
                 states = [hit and found for hit, found in zip(states, _hits(shape, result), strict=True)]
             hits[group][: len(states)] = states
@@ -113,6 +126,10 @@ class Lookups:
                 if not run:
                     break
         return Found(hits=tuple(map(tuple, hits)), left_out_count=left_out_count)
+
+
+def _nothing(hashes: Sequence[Sequence[BlockHash]], error: KvstoreError) -> Found:
+    return Found(hits=tuple((False,) * len(group_hashes) for group_hashes in hashes), error=error)
 
 
 def _shape(groups: Sequence[GroupShape | None], group: int) -> GroupShape:

@@ -45,13 +45,17 @@ def matched_tokens(
     size divides.
     """
     runs = [_hit_runs(group, found, local_tokens=local_tokens) for group, found in zip(groups, hits, strict=True)]
-    tokens = limit_tokens // align_tokens * align_tokens
-    while tokens > local_tokens:
-        if all(_is_held(group, run, tokens=tokens) for group, run in zip(groups, runs, strict=True)):
-            break
-        tokens -= align_tokens
+
+    def longest(tokens: int) -> int:
+        while tokens > local_tokens:
+            if all(_is_held(group, run, tokens=tokens) for group, run in zip(groups, runs, strict=True)):
+                break
+            tokens -= align_tokens
+        return tokens
+
+    tokens = longest(limit_tokens // align_tokens * align_tokens)
     if any(group.is_last_block_dropped for group in groups):
-        tokens -= align_tokens
+        tokens = longest(tokens - align_tokens)
     return max(tokens, local_tokens)
 
 

@@ -62,7 +62,7 @@ def block_sizes(vllm_config: Any, kv_cache_config: Any) -> tuple[int, int]:
     return align_tokens, hash_tokens
 
 
-def read_model(vllm_config: Any, *, hash_tokens: int, settings: ConnectorSettings) -> EngineModel:
+def read_model(vllm_config: Any, *, settings: ConnectorSettings) -> EngineModel:
     """Raises `KvstoreError` or `OSError` where the weights cannot be told; reads them where they must be."""
     config = vllm_config.model_config
     revision = settings.weights_revision or _weights(config, vllm_config.load_config)
@@ -80,11 +80,18 @@ def read_model(vllm_config: Any, *, hash_tokens: int, settings: ConnectorSetting
             "dtype": str(config.dtype),
             "quantization": str(config.quantization),
             "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
-            "hashes": [vllm_config.cache_config.prefix_caching_hash_algo, _hash_root().hex(), hash_tokens],
             "draft": draft,
         },
         tenant_salt=settings.tenant_salt,
     )
+
+
+def hash_settings(vllm_config: Any, *, hash_tokens: int) -> Mapping[str, object]:
+    """How the engine hashes: what the first hash is chained to is random where hashes are not cryptographic."""
+    from vllm.v1.core import kv_cache_utils
+
+    root = bytes(kv_cache_utils.NONE_HASH).hex()
+    return {"hashes": [vllm_config.cache_config.prefix_caching_hash_algo, root, hash_tokens]}
 
 
 def rank_layout(vllm_config: Any, kv_cache_config: Any, *, rank: RankKey) -> RankLayout:
@@ -222,10 +229,3 @@ def _weights(config: Any, load_config: Any) -> str:
     if load_config.load_format == "dummy":
         return f"dummy:{config.seed}"
     return weights_revision(config.model, revision=config.revision)
-
-
-def _hash_root() -> bytes:
-    """What the first block's hash is chained to; random where the engine's hashes are."""
-    from vllm.v1.core import kv_cache_utils
-
-    return bytes(kv_cache_utils.NONE_HASH)

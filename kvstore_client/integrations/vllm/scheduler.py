@@ -9,6 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from kvstore.keys import BlockHash
@@ -20,7 +21,7 @@ from kvstore_client.integrations.vllm.messages import BlockRun, IdentityId, JobI
 from kvstore_client.integrations.vllm.rate import PrefillRate
 from kvstore_client.integrations.vllm.stores import StoreLedger, StoreProgress
 
-_LOG = logging.getLogger("kvstore.vllm")
+_LOG = logging.getLogger("vllm.kvstore")  # below vLLM's own logger, so that its handlers show it
 
 _LOOKUP_FRESH_S = 1.0
 """How long the answer to a lookup is believed; what has left the store since then is only a failed load."""
@@ -176,7 +177,7 @@ class SchedulerSide:
         for request_id in scheduled:
             tracked = self._tracked.get(request_id)
             if tracked is not None:
-                self._plan_stores(tracked, block_ids_of(request_id))
+                self._plan_stores(tracked, partial(block_ids_of, request_id))
         step, self._step = self._step, Step()
         step.is_idle = not any(scheduled.values())
         step.is_awaited = any(tracked.asked_s is not None for tracked in self._tracked.values())
@@ -187,7 +188,7 @@ class SchedulerSide:
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return
-        self._plan_stores(tracked, block_ids)
+        self._plan_stores(tracked, lambda: block_ids)
         ready = self._ready_counts(tracked)
         self.counts["store_skipped_blocks"] += sum(
             max(0, ready_count - done) for ready_count, done in zip(ready, tracked.progress.done_counts, strict=True)
@@ -311,7 +312,8 @@ class SchedulerSide:
             for group, shape in enumerate(self._groups)
         ]
 
-    def _plan_stores(self, tracked: Tracked, block_ids: Sequence[Sequence[int]]) -> None:
+    def _plan_stores(self, tracked: Tracked, find_block_ids: Callable[[], Sequence[Sequence[int]]]) -> None:
+        """`find_block_ids` costs the more, the longer the request is, and most steps complete no block."""
         if tracked.request.request_id in self._loading:
             return
         if tracked.lookup is not None and (found := tracked.lookup.found()) is not None and found.error is None:
@@ -325,6 +327,7 @@ class SchedulerSide:
         pool = self._pool
         assert pool is not None, "a step before the engine's blocks are known"
         own = tracked.request.block_hashes
+        block_ids = find_block_ids()
 
         def find_block(group: int, number: int) -> int | None:
             ids = block_ids[group]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
 from kvstore_client.integrations._blocks import StoreSettings
@@ -18,7 +16,3 @@ class ConnectorSettings(StoreSettings):
     """Seconds that it waits for a block that another engine is storing just now."""
     store_share_max: float = Field(default=0.25, gt=0, le=1)
     """Share of the engine's KV blocks that stores under way may hold; what is beyond is not stored."""
-    agent: Literal["auto", "none"] = "none"
-    """`auto`: blocks are kept in the pool of the node's GPU agent, too, where one runs."""
-    agent_address: str | None = None
-    """Of the GPU agent. None: `$KVSTORE_AGENT_ADDRESS`, else its socket on this node."""

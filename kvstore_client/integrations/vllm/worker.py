@@ -27,7 +27,7 @@ from kvstore_client.integrations.vllm.messages import (
 from kvstore_client.integrations.vllm.regions import Mover
 from kvstore_client.results import PutState
 
-_LOG = logging.getLogger("kvstore.vllm")
+_LOG = logging.getLogger("vllm.kvstore")  # below vLLM's own logger, so that its handlers show it
 
 _BATCH_BYTES = 32 << 20
 """Blocks that are reserved, or in view, at once."""

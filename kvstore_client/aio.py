@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 from kvstore.errors import KvstoreError
 from kvstore.keys import BlockHash
-from kvstore.messages import StoreInfo, StoreStats
+from kvstore.messages import DescribeNamespacesResponse, StoreInfo, StoreStats
 from kvstore.namespace import Namespace
 from kvstore_client.address import find_address
 from kvstore_client.aio_carrier import AsyncCarrier
@@ -62,6 +62,10 @@ class AsyncClient:
     async def stats(self) -> StoreStats:
         """See `Client.stats`."""
         return await self._run(attach.stats(self._scope))
+
+    async def namespaces(self) -> DescribeNamespacesResponse:
+        """See `Client.namespaces`."""
+        return await self._run(attach.namespaces(self._scope))
 
     async def lookup(
         self,

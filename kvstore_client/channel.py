@@ -38,6 +38,7 @@ _IDEMPOTENT = (
     wire.RELEASE_LEASES,
     wire.VERIFY_BLOCKS,
     wire.PREFETCH_BLOCKS,
+    wire.DESCRIBE_NAMESPACES,
 )
 """Calls that gRPC may send again. A repeated AcquirePrefix or ReserveBlocks would hold blocks twice."""
 

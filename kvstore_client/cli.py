@@ -43,6 +43,7 @@ _COMMANDS = {
     "serve": _Entry("kvstore_server.cli:serve", "Run the daemon on this node."),
     "ping": _Entry("kvstore_client.cli:ping", "Check that a daemon answers, and how fast."),
     "stats": _Entry("kvstore_client.cli:stats", "Show what a daemon holds and has done."),
+    "why-miss": _Entry("kvstore_client.why_miss:why_miss", "Name what keeps namespaces from sharing blocks."),
     "config": _Entry("kvstore_server.cli:config", "Show the settings that `kvstore serve` would run with."),
     "nvme": _Entry("kvstore_server.nvme.cli:nvme", "Look into a folder of the NVMe tier, or check it."),
     "bench": _Entry("kvstore_client.bench.cli:bench", "Measure blocks and lookups beside what this machine can do."),
@@ -108,7 +109,7 @@ def cli() -> None:
     """
 
 
-def _daemon_options(command: Callable[..., None]) -> Callable[..., None]:
+def daemon_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in (
         click.option("--timeout", "timeout_s", default=2.0, show_default=True, metavar="SECONDS",
                      type=click.FloatRange(min=0, min_open=True), help="Longest wait for an answer."),
@@ -121,7 +122,7 @@ def _daemon_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @cli.command()
-@_daemon_options
+@daemon_options
 def ping(address: str | None, *, is_json: bool, timeout_s: float) -> None:
     """Check that a daemon answers, and how fast.
 
@@ -133,7 +134,7 @@ def ping(address: str | None, *, is_json: bool, timeout_s: float) -> None:
       kvstore ping --address 127.0.0.1:7450 --timeout 0.5
       kvstore ping --json | jq .round_trip_s
     """
-    with _asking(address, timeout_s=timeout_s) as client:
+    with asking(address, timeout_s=timeout_s) as client:
         client.info()  # connects, so that the next one measures the round trip alone
         started_s = time.perf_counter()
         info = client.info()
@@ -162,7 +163,7 @@ def ping(address: str | None, *, is_json: bool, timeout_s: float) -> None:
 
 
 @cli.command()
-@_daemon_options
+@daemon_options
 def stats(address: str | None, *, is_json: bool, timeout_s: float) -> None:
     """Show what a daemon holds and has done since its start.
 
@@ -171,7 +172,7 @@ def stats(address: str | None, *, is_json: bool, timeout_s: float) -> None:
       kvstore stats
       kvstore stats --json | jq '.used_bytes / .capacity_bytes'
     """
-    with _asking(address, timeout_s=timeout_s) as client:
+    with asking(address, timeout_s=timeout_s) as client:
         found = client.stats()
     if is_json:
         shown = dataclasses.asdict(found) | {"nvme": _nvme_json(found.nvme)}
@@ -187,7 +188,7 @@ _IS_HUNG = "SETTINGS"
 
 
 @contextmanager
-def _asking(address: str | None, *, timeout_s: float) -> Iterator[Client]:
+def asking(address: str | None, *, timeout_s: float) -> Iterator[Client]:
     """A client whose failures say what to do about them."""
     with Client(address, config=ClientConfig(control_timeout_s=timeout_s)) as client:
         try:

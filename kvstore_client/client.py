@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 from kvstore.errors import InvalidArgumentError, KvstoreError
 from kvstore.keys import BlockHash
-from kvstore.messages import StoreInfo, StoreStats
+from kvstore.messages import DescribeNamespacesResponse, StoreInfo, StoreStats
 from kvstore.namespace import Namespace
 from kvstore_client.address import find_address
 from kvstore_client.buffers import Buffers, block_views
@@ -59,6 +59,10 @@ class Client:
     def stats(self) -> StoreStats:
         """Occupancy and counters; raises `KvstoreError` when the daemon cannot answer."""
         return self._run(attach.stats(self._scope))
+
+    def namespaces(self) -> DescribeNamespacesResponse:
+        """The namespaces that the daemon knows, in full; raises `KvstoreError` when it cannot answer."""
+        return self._run(attach.namespaces(self._scope))
 
     def lookup(
         self,

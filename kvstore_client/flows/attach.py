@@ -60,6 +60,15 @@ def stats(scope: Scope) -> Flow[m.StoreStats]:
     )
 
 
+def namespaces(scope: Scope) -> Flow[m.DescribeNamespacesResponse]:
+    return call(
+        wire.DESCRIBE_NAMESPACES,
+        m.DescribeNamespacesRequest(),
+        timeout_s=scope.config.control_timeout_s,
+        is_guarded=False,
+    )
+
+
 def introduced(scope: Scope) -> Flow[None]:
     """Introduces the client to the daemon if need be."""
     attachment = scope.attachment

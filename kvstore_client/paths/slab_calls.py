@@ -34,6 +34,7 @@ IDEMPOTENT = frozenset(
         wire.RELEASE_LEASES,
         wire.VERIFY_BLOCKS,
         wire.PREFETCH_BLOCKS,
+        wire.DESCRIBE_NAMESPACES,
     )
 )
 """Calls that may be made again when the session they were made in has ended."""

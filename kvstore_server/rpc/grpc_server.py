@@ -95,6 +95,7 @@ class GrpcServer:
             (wire.VERIFY_BLOCKS, service.verify_blocks),
             (wire.COUNT_READS, service.count_reads),
             (wire.PREFETCH_BLOCKS, service.prefetch_blocks),
+            (wire.DESCRIBE_NAMESPACES, service.describe_namespaces),
             (wire.RESERVE_BLOCKS, service.reserve_blocks),
             (wire.COMMIT_BLOCKS, service.commit_blocks),
             (wire.ABORT_RESERVATIONS, service.abort_reservations),

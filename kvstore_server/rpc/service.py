@@ -175,6 +175,17 @@ class StoreService:
             nvme=None if self.nvme is None else _nvme_stats(self.nvme.figures()),
         )
 
+    async def describe_namespaces(self, _: m.DescribeNamespacesRequest, caller: Caller) -> m.DescribeNamespacesResponse:
+        known = sorted(self._core.namespaces_of(caller.tenant), key=lambda one: -one.block_count)
+        shown: list[m.DescribedNamespace] = []
+        room_bytes = m.DESCRIBED_BYTES_MAX
+        for one in known:
+            room_bytes -= len(one.namespace.encode())
+            if room_bytes < 0:
+                break
+            shown.append(one)
+        return m.DescribeNamespacesResponse(namespaces=tuple(shown), left_out_count=len(known) - len(shown))
+
     async def open_namespace(self, request: m.OpenNamespaceRequest, caller: Caller) -> m.OpenNamespaceResponse:
         slot_bytes = self._core.open_namespace(
             request.namespace, payload_bytes=request.payload_bytes, tenant=caller.tenant

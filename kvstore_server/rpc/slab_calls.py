@@ -60,6 +60,7 @@ def answerers(service: StoreService) -> tuple[Answerer, ...]:
         wire.VERIFY_BLOCKS.name: service.verify_blocks,
         wire.COUNT_READS.name: service.count_reads,
         wire.PREFETCH_BLOCKS.name: service.prefetch_blocks,
+        wire.DESCRIBE_NAMESPACES.name: service.describe_namespaces,
         wire.RESERVE_BLOCKS.name: service.reserve_blocks,
         wire.COMMIT_BLOCKS.name: service.commit_blocks,
         wire.ABORT_RESERVATIONS.name: service.abort_reservations,

@@ -175,6 +175,27 @@ class StoreStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DescribeNamespacesRequest:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DescribedNamespace:
+    namespace: Namespace
+    block_count: int
+
+
+DESCRIBED_BYTES_MAX = 2 << 20
+"""Of encoded namespaces in one answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DescribeNamespacesResponse:
+    namespaces: tuple[DescribedNamespace, ...]
+    left_out_count: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpenNamespaceRequest:
     namespace: Namespace
     payload_bytes: int

@@ -7,6 +7,7 @@ what is unknown cannot be compared, and "probably the same" serves wrong bytes.
 
 from __future__ import annotations
 
+import json
 import struct
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -155,6 +156,48 @@ class Namespace:
                 "namespace", f"{len(data) - position} bytes too many", "nothing after field 16"
             )
         return cls(**values)  # type: ignore[arg-type]  # checked field by field in __post_init__
+
+
+@dataclass(frozen=True, slots=True)
+class FieldDifference:
+    """A field in which two namespaces differ; `rope.NAME` where that is JSON with names."""
+
+    field: str
+    own: str
+    other: str
+
+
+def differences(own: Namespace, other: Namespace) -> tuple[FieldDifference, ...]:
+    """Why blocks of one are misses in the other, field by field; none if and only if they are equal."""
+    found: list[FieldDifference] = []
+    for name in _FIELDS.values():
+        mine, theirs = getattr(own, name), getattr(other, name)
+        if mine == theirs:
+            continue
+        parts = (_named_settings(mine), _named_settings(theirs)) if name == "rope" else (None, None)
+        if parts[0] is None or parts[1] is None:
+            found.append(FieldDifference(name, _shown(mine), _shown(theirs)))
+            continue
+        for key in sorted(parts[0].keys() | parts[1].keys()):
+            mine, theirs = parts[0].get(key), parts[1].get(key)
+            if mine != theirs:
+                found.append(FieldDifference(f"{name}.{key}", _shown(mine), _shown(theirs)))
+    return tuple(found)
+
+
+def _named_settings(text: str) -> dict[str, object] | None:
+    try:
+        settings = json.loads(text)
+    except ValueError:
+        return None
+    return settings if isinstance(settings, dict) else None
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bytes):
+        # A salt is a secret of its tenant.
+        return f"{len(value)} bytes, blake3 {blake3(value).hexdigest()[:16]}" if value else "none"
+    return value if isinstance(value, str) else json.dumps(value, default=str, sort_keys=True)
 
 
 PRECISIONS = ("exact",)

@@ -186,6 +186,41 @@ GET_STORE_STATS: Method[m.GetStoreStatsRequest, m.StoreStats] = Method(
     decode_response=_decode_stats,
 )
 
+# --- DescribeNamespaces
+
+
+def _encode_described(value: m.DescribeNamespacesResponse) -> bytes:
+    return store_pb2.DescribeNamespacesResponse(
+        namespaces=[
+            store_pb2.DescribedNamespace(
+                namespace=store_pb2.Namespace(canonical=one.namespace.encode()), block_count=one.block_count
+            )
+            for one in value.namespaces
+        ],
+        left_out_count=value.left_out_count,
+    ).SerializeToString()
+
+
+def _decode_described(data: bytes) -> m.DescribeNamespacesResponse:
+    pb = _parse(store_pb2.DescribeNamespacesResponse, data)
+    return m.DescribeNamespacesResponse(
+        namespaces=tuple(
+            m.DescribedNamespace(namespace=Namespace.decode(one.namespace.canonical), block_count=one.block_count)
+            for one in pb.namespaces
+        ),
+        left_out_count=pb.left_out_count,
+    )
+
+
+DESCRIBE_NAMESPACES: Method[m.DescribeNamespacesRequest, m.DescribeNamespacesResponse] = Method(
+    service=STORE_SERVICE,
+    name="DescribeNamespaces",
+    encode_request=lambda _: b"",
+    decode_request=lambda _: m.DescribeNamespacesRequest(),
+    encode_response=_encode_described,
+    decode_response=_decode_described,
+)
+
 # --- OpenNamespace
 
 
@@ -665,6 +700,7 @@ UNARY_STORE_METHODS: tuple[Method[Any, Any], ...] = (
     LEASE_BLOCKS,
     COUNT_READS,
     PREFETCH_BLOCKS,
+    DESCRIBE_NAMESPACES,
 )
 """All unary RPCs of the store. On the slab socket a method is known by its place here, so new ones go to the end."""
 

@@ -51,6 +51,7 @@ _METHODS = (
     wire.COMMIT_BLOCKS,
     wire.ABORT_RESERVATIONS,
     wire.PREFETCH_BLOCKS,
+    wire.DESCRIBE_NAMESPACES,
 )
 _HANDLERS = {
     Streams.NEITHER: grpc.unary_unary_rpc_method_handler,
@@ -272,6 +273,9 @@ class FakeDaemon:
 
     def _CountReads(self, _: m.CountReadsRequest) -> m.CountReadsResponse:  # noqa: N802
         return m.CountReadsResponse()
+
+    def _DescribeNamespaces(self, _: m.DescribeNamespacesRequest) -> m.DescribeNamespacesResponse:  # noqa: N802
+        return m.DescribeNamespacesResponse(namespaces=())
 
     def _PrefetchBlocks(self, request: m.PrefetchBlocksRequest) -> m.PrefetchBlocksResponse:  # noqa: N802
         self._check_open(request.namespace_id)

@@ -79,7 +79,9 @@ def test_an_order_is_read_back_from_how_it_is_written(text: str) -> None:
     assert str(parse_order(text)) == text
 
 
-@pytest.mark.parametrize("text", ["", "hnd", "opaque", "opaque:", "opaque:.a", "opaque:a b", "opaque:" + "a" * 201, None])
+@pytest.mark.parametrize(
+    "text", ["", "hnd", "opaque", "opaque:", "opaque:.a", "opaque:a b", "opaque:" + "a" * 201, None]
+)
 def test_an_order_that_nobody_knows_is_refused_and_the_allowed_ones_are_named(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match="HND, NHD or opaque:NAME"):
         parse_order(text)

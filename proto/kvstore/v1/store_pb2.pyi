@@ -233,6 +233,26 @@ class NamespaceStats(_message.Message):
     used_bytes: int
     def __init__(self, namespace_id: _Optional[bytes] = ..., model: _Optional[str] = ..., slot_bytes: _Optional[int] = ..., block_count: _Optional[int] = ..., used_bytes: _Optional[int] = ...) -> None: ...
 
+class DescribeNamespacesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeNamespacesResponse(_message.Message):
+    __slots__ = ("namespaces", "left_out_count")
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    namespaces: _containers.RepeatedCompositeFieldContainer[DescribedNamespace]
+    left_out_count: int
+    def __init__(self, namespaces: _Optional[_Iterable[_Union[DescribedNamespace, _Mapping]]] = ..., left_out_count: _Optional[int] = ...) -> None: ...
+
+class DescribedNamespace(_message.Message):
+    __slots__ = ("namespace", "block_count")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    namespace: Namespace
+    block_count: int
+    def __init__(self, namespace: _Optional[_Union[Namespace, _Mapping]] = ..., block_count: _Optional[int] = ...) -> None: ...
+
 class OpenNamespaceRequest(_message.Message):
     __slots__ = ("namespace", "payload_bytes")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]

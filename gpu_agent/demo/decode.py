@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from kvstore_client.integrations.transformers_identity import cache_argument, forward_arguments
+from kvstore_client.integrations.transformers.identity import cache_argument, forward_arguments
 
 
 def greedy(model: Any, logits: torch.Tensor, cache: DynamicCache, *, token_count: int) -> list[int]:

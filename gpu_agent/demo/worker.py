@@ -26,7 +26,7 @@ from kvstore.errors import KvstoreError
 from kvstore.namespace import Namespace
 from kvstore_client import Client
 from kvstore_client.integrations.transformers import Prefill, PrefixCache, namespace_for
-from kvstore_client.integrations.transformers_blocks import gather_blocks
+from kvstore_client.integrations.transformers.blocks import gather_blocks
 
 _WARM_UP_IDS = range(100, 164)
 

@@ -57,7 +57,8 @@ def model_revision(model: str, *, revision: str | None = None) -> str:
     config = Path(model) / "config.json"
     if found.startswith("commit:") or not config.is_file():
         return found
-    return f"blake3:{blake3(canonical_json([found, settings_digest(json.loads(config.read_text()))]).encode()).hexdigest()}"
+    both = canonical_json([found, settings_digest(json.loads(config.read_text()))])
+    return f"blake3:{blake3(both.encode()).hexdigest()}"
 
 
 def adapter_revision(folder: str) -> str:
@@ -116,7 +117,10 @@ def _hub_snapshot(model: str, revision: str | None) -> Path:
         from huggingface_hub import try_to_load_from_cache
     except ModuleNotFoundError:
         raise InvalidArgumentError.of("model", model, allowed) from None
-    found = try_to_load_from_cache(model, "config.json", revision=revision)
+    try:
+        found = try_to_load_from_cache(model, "config.json", revision=revision)
+    except ValueError:
+        found = None  # no hub has such a name
     if not isinstance(found, str):
         raise InvalidArgumentError.of("model", model, allowed)
     return Path(found).parent

@@ -49,8 +49,11 @@ def hash_blocks(
     *,
     tokens_per_block: int,
     extra_keys: Mapping[int, Sequence[bytes]] | None = None,
+    parent_hash: BlockHash | None = None,
 ) -> list[BlockHash]:
     """Hashes of all full blocks of a prompt; a partial last block has none.
+
+    With `parent_hash` the tokens are those that follow that block, and the chain goes on.
 
     `tokens` is a sequence of ints, or a one-dimensional numpy array or torch tensor of integers. Each id
     must fit in 32 unsigned bits. `extra_keys` maps a block's position to what else its content depends
@@ -61,7 +64,7 @@ def hash_blocks(
     packed = _pack_tokens(tokens)
     step = tokens_per_block * TOKEN_BYTES
     count = len(packed) // step
-    parent: bytes = chain_root(tokens_per_block)
+    parent: bytes = chain_root(tokens_per_block) if parent_hash is None else parent_hash
     # One hasher, reset per block: building a hasher costs as much as hashing a block does.
     hasher = blake3()
     update, digest, reset = hasher.update, hasher.digest, hasher.reset

@@ -170,3 +170,12 @@ def test_any_number_of_packed_hashes_comes_apart(count: int) -> None:
 def test_packed_hashes_of_a_broken_length_are_refused(packed: bytes) -> None:
     with pytest.raises(InvalidArgumentError, match="block_hashes"):
         split_hashes(packed)
+
+
+@given(head=st.lists(u32, min_size=3), tail=prompts, size=st.integers(1, 3))
+def test_a_chain_goes_on_behind_a_block_as_if_it_had_been_hashed_at_once(
+    head: list[int], tail: list[int], size: int
+) -> None:
+    whole = hash_blocks(head[: len(head) // size * size] + tail, tokens_per_block=size)
+    known = hash_blocks(head, tokens_per_block=size)
+    assert whole == known + hash_blocks(tail, tokens_per_block=size, parent_hash=known[-1])

@@ -32,8 +32,11 @@ class FakeStore:
         self.is_gone = False
         self.blocks_until_gone: int | None = None
         self.before_put: Callable[[], None] = lambda: None
+        self.lookup_count = 0
+        self.loaded_count = 0
 
     def lookup(self, namespace: Namespace, hashes: Sequence[BlockHash], *, wait_s: float = 0.0) -> LookupResult:
+        self.lookup_count += 1
         if self.is_gone:
             return lookup_result([BlockState.MISS] * len(hashes), error=UnavailableError("gone"))
         return lookup_result([self._state(namespace, block_hash) for block_hash in hashes], error=None)
@@ -46,6 +49,7 @@ class FakeStore:
             state = BlockState.MISS if self.is_gone else self._state(namespace, block_hash)
             if state is BlockState.HIT:
                 view[:] = self.blocks[namespace.id, block_hash]
+                self.loaded_count += 1
             states.append(state)
         return get_result(states, error=UnavailableError("gone") if self.is_gone else None)
 
@@ -102,7 +106,7 @@ def _gemma(**changes: Any) -> Any:
 
 def _mistral(**changes: Any) -> Any:
     settings = {"num_key_value_heads": 4, "sliding_window": 20} | changes
-    return transformers.MistralForCausalLM(transformers.MistralConfig(**_common(3), **settings))
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**_common(3) | settings))
 
 
 def _qwen(**changes: Any) -> Any:
@@ -167,7 +171,7 @@ def make_model() -> Callable[..., Any]:
     return build_model
 
 
-@pytest.fixture(params=sorted(FAMILIES))
+@pytest.fixture(scope="session", params=sorted(FAMILIES))
 def model(request: pytest.FixtureRequest) -> Any:
     return build_model(request.param)
 
@@ -175,6 +179,12 @@ def model(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(scope="session")
 def llama() -> Any:
     return build_model("llama")
+
+
+@pytest.fixture(scope="session")
+def windowed() -> Any:
+    """Small and fast; its window is a little more than a block."""
+    return build_model("mistral", hidden_size=64, intermediate_size=64)
 
 
 @pytest.fixture

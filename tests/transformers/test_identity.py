@@ -15,7 +15,7 @@ from torch import nn
 
 from kvstore.errors import InvalidArgumentError
 from kvstore_client.integrations.transformers import PrefixCache, namespace_for
-from kvstore_client.integrations.transformers_identity import adapter_digest, weights_digest
+from kvstore_client.integrations.transformers.identity import adapter_digest, weights_digest
 
 IDS = list(range(3, 3 + 49))
 
@@ -152,7 +152,7 @@ def test_a_model_changed_under_a_prefix_cache_is_refused(make_model: Callable[..
 
 
 def test_the_weights_are_hashed_once_per_model(make_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvstore_client.integrations import transformers_identity
+    from kvstore_client.integrations.transformers import identity
 
     model = make_model()
     first = weights_digest(model)
@@ -160,7 +160,7 @@ def test_the_weights_are_hashed_once_per_model(make_model: Callable[..., Any], m
     def refuse(*_: object, **__: object) -> str:
         raise AssertionError("hashed twice")
 
-    monkeypatch.setattr(transformers_identity, "_digest_tensors", refuse)
+    monkeypatch.setattr(identity, "_digest_tensors", refuse)
     assert weights_digest(model) == first
 
 

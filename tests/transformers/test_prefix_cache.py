@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from kvstore.errors import InvalidArgumentError, UnavailableError
 from kvstore.messages import BlockState
 from kvstore_client.integrations.transformers import PrefixCache, namespace_for
-from kvstore_client.integrations.transformers_identity import cache_argument
+from kvstore_client.integrations.transformers.identity import cache_argument
 from kvstore_client.results import PutState
 
 BLOCK = 16

@@ -15,6 +15,7 @@ import torch
 
 from kvstore_client import Client, ClientConfig
 from kvstore_client.integrations.transformers import PrefixCache
+from kvstore_client.results import GetResult
 from tests.conftest import DaemonProcess
 from tests.transformers.test_prefix_cache import assert_same_kv, compute, decode
 
@@ -93,6 +94,38 @@ def test_a_daemon_that_restarts_costs_one_recompute(
         while not prefixes.prefill(ids).offloaded.result().stored_count:
             pass
         assert prefixes.prefill(ids).tokens_reused == 64
+
+
+class DiesBeforeLoads:
+    """A client whose daemon is killed once it has promised blocks."""
+
+    def __init__(self, client: Client, daemon: DaemonProcess) -> None:
+        self._client, self._daemon = client, daemon
+        self.lookup, self.put = client.lookup, client.put
+
+    def get(self, *arguments: Any) -> GetResult:
+        self._daemon.kill()
+        return self._client.get(*arguments)
+
+
+def test_a_batch_goes_on_when_the_daemon_dies_between_its_lookup_and_its_load(
+    windowed: Any, daemon: DaemonProcess, prompt: Callable[..., Any]
+) -> None:
+    prompts = [prompt(70), prompt(100, seed=2), torch.cat([prompt(48), prompt(5, seed=3)])]
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    expected = [windowed.generate(ids[None], **options)[0, len(ids) :].tolist() for ids in prompts]
+    with Client(daemon.unix_address, config=IMPATIENT) as client:
+        with PrefixCache(windowed, client) as prefixes:
+            cold = prefixes.generate(prompts, **options)
+            assert [future.result().stored_count for future in cold.offloaded] == [4, 6, 0]
+            warm = prefixes.generate(prompts, **options)
+            assert sum(row.token_count for row in warm.reused) > 64 + 48
+        with PrefixCache(windowed, DiesBeforeLoads(client, daemon)) as prefixes:
+            left_alone = prefixes.generate(prompts, **options)
+            assert [row.token_count for row in left_alone.reused] == [0, 0, 0]
+            assert all(row.error is not None for row in left_alone.reused)
+    for generation in (cold, warm, left_alone):
+        assert generation.sequences[:, 100:].tolist() == expected
 
 
 def test_ninety_six_prompts_at_once_say_what_they_say_without_a_store(

@@ -1,7 +1,7 @@
 """Reuse a prompt's prefix with Hugging Face transformers. Run `kvstore serve` first, then this twice.
 
     pip install '.[transformers]'     # in a checkout of this project
-    python examples/transformers_prefix.py Qwen/Qwen3-0.6B
+    python examples/transformers/generate.py Qwen/Qwen3-0.6B
 
 The second run, though another process, restores the document instead of computing it.
 """
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from kvstore_client import Client
 from kvstore_client.integrations.transformers import PrefixCache
@@ -27,17 +27,15 @@ def main(name: str, document: Path) -> None:
 
     with Client() as client, PrefixCache(model, client) as prefixes:
         started_s = time.perf_counter()
-        prefill = prefixes.prefill(input_ids)
-        print(f"{prefill.tokens_reused} of {input_ids.shape[1]} tokens reused, {time.perf_counter() - started_s:.2f} s")
-        # The cache goes on into `generate` as any other; it takes up at the last token.
-        ids = torch.cat([input_ids, prefill.logits.argmax(-1, keepdim=True)], dim=1)
-        output = model.generate(ids, max_new_tokens=31, **{prefixes.cache_argument: prefill.cache})
-        print(tokenizer.decode(output[0, input_ids.shape[1] :]))
-        offloaded = prefill.offloaded.result()
+        streamer = TextStreamer(tokenizer, skip_prompt=True)
+        answer = prefixes.generate(input_ids, max_new_tokens=32, do_sample=False, streamer=streamer)
+        took_s = time.perf_counter() - started_s
+        print(f"{answer.reused[0].token_count} of {input_ids.shape[1]} tokens reused, {took_s:.2f} s")
+        offloaded = answer.offloaded[0].result()
         print(f"{offloaded.stored_count} of {len(offloaded.states)} computed blocks are in the store now")
 
 
 if __name__ == "__main__":
     if len(sys.argv) not in (2, 3):
-        sys.exit("usage: transformers_prefix.py MODEL [DOCUMENT]\nMODEL: a Hugging Face name or folder")
+        sys.exit("usage: generate.py MODEL [DOCUMENT]\nMODEL: a Hugging Face name or folder")
     main(sys.argv[1], Path(sys.argv[2] if len(sys.argv) > 2 else __file__).resolve())

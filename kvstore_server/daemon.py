@@ -19,7 +19,7 @@ from typing import Any
 import structlog
 
 from kvstore import __version__
-from kvstore.errors import InvalidArgumentError, UnavailableError
+from kvstore.errors import InvalidArgumentError, KvstoreError, UnavailableError
 from kvstore.eviction import Watermarks
 from kvstore.messages import FRAME_DATA_BYTES_MAX, Epoch
 from kvstore.slab import Access
@@ -64,7 +64,7 @@ _FENCE_INTERVAL_S = 5.0
 """The least time between two fences, each of which costs every client of NIXL its connection."""
 _MEMORY_RETRY_S = 5.0
 """How long to wait for memory that another has taken while a slab was being replaced."""
-_NVME_RETRY_S = 10.0
+_NVME_RETRY_S = 5.0
 """Between tries to open the folder of a disk that cannot be read."""
 _NVME_CLOSE_S = 10.0
 """How long the disk may take to end what is under way."""
@@ -189,19 +189,21 @@ class Daemon:
         ownership = Ownership.take(config.path, epoch_hex=self._epoch.hex())
         parts.callback(ownership.release)
         parts.push_async_callback(self._close_nvme)
-        try:
-            await self._try_open_nvme()
-        except OSError as error:
-            self._log_closed_nvme(error)
+        await self._try_open_nvme()
 
     async def _try_open_nvme(self) -> None:
-        tier = await open_tier(
-            _nvme_settings(self._config, tenants=self._tenants.all),
-            store=self._core,
-            slot_view=self._arenas.slot,
-            clock=time.monotonic,
-            on_settled=self._wake_waiters,
-        )
+        settings = _nvme_settings(self._config, tenants=self._tenants.all)
+        try:
+            tier = await open_tier(
+                settings,
+                store=self._core,
+                slot_view=self._arenas.slot,
+                clock=time.monotonic,
+                on_settled=self._wake_waiters,
+            )
+        except (OSError, KvstoreError) as error:
+            self._note_closed_nvme(error, capacity_bytes=settings.capacity_bytes)
+            return
         for namespace_id in self._core.namespace_ids():
             tier.open(namespace_id)
         gc.freeze()  # what was found lives long: the collector need not look at it again and again
@@ -211,10 +213,7 @@ class Daemon:
     async def _run_nvme(self) -> None:
         while self._config.nvme.path is not None and self._service.nvme is None:
             await asyncio.sleep(_NVME_RETRY_S)
-            try:
-                await self._try_open_nvme()
-            except OSError as error:
-                self._log_closed_nvme(error)
+            await self._try_open_nvme()
         if self._service.nvme is not None:
             await self._service.nvme.run()
 
@@ -224,13 +223,16 @@ class Daemon:
             _log.error("nvme_hung", hint="the disk does not answer; the daemon ends without it")
             os._exit(1)
 
-    def _log_closed_nvme(self, error: OSError) -> None:
-        _log.error(
-            "nvme_closed",
-            folder=str(self._config.nvme.path),
-            reason=str(error),
-            retry_s=_NVME_RETRY_S,
-            hint="blocks stay in memory only until the folder can be used; see the kernel's log",
+    def _note_closed_nvme(self, error: OSError | KvstoreError, *, capacity_bytes: int) -> None:
+        folder = self._config.nvme.path
+        hint = "blocks stay in memory only until the folder can be used; see the kernel's log"
+        if not isinstance(error, OSError):
+            hint = "blocks stay in memory only; if it does not pass, empty the folder while the daemon is stopped"
+        _log.error("nvme_closed", folder=str(folder), reason=str(error), retry_s=_NVME_RETRY_S, hint=hint)
+        self._service.closed_nvme = NvmeFigures(
+            state="degraded",
+            reason=f"{folder} cannot be opened: {error}; tried again every {_NVME_RETRY_S:g} s",
+            capacity_bytes=capacity_bytes,
         )
 
     def _warn_of_small_pages(self) -> None:
@@ -327,13 +329,10 @@ class Daemon:
             # Waits for threads that themselves wait for the loop, so not on it.
             await asyncio.to_thread(bulk.stop, grace_s=grace_s)
 
-    def _nvme_figures(self) -> NvmeFigures | None:
-        return None if self._service.nvme is None else self._service.nvme.figures()
-
     def _start_metrics(self, parts: contextlib.AsyncExitStack) -> str:
         host, port = self._config.metrics.host, self._config.metrics.port
         try:
-            observed = Observed(self._core, self._arenas, self._in_flight, self._slab, self._nvme_figures)
+            observed = Observed(self._core, self._arenas, self._in_flight, self._slab, self._service.nvme_figures)
             metrics = MetricsServer(observed, host=host, port=port)
         except OSError as error:
             raise UnavailableError(

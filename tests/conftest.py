@@ -48,6 +48,11 @@ class DaemonProcess:
         return f"127.0.0.1:{self._ports['bulk']}"
 
     @property
+    def is_running(self) -> bool:
+        """True for a paused one, too."""
+        return self._process is not None
+
+    @property
     def pid(self) -> int:
         assert self._process is not None, "the daemon is not running"
         return self._process.pid

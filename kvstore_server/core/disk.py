@@ -6,10 +6,11 @@ are taken here, reads them from places that are held here, and keeps an index on
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
+from operator import not_
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -72,8 +73,6 @@ class DiskCounters:
 class _NamespaceEntry:
     stored: dict[BlockHash, DiskBlock] = field(default_factory=dict)
     writing: dict[BlockHash, DiskWrite] = field(default_factory=dict)
-    # How many of these say that they follow this block, be it here or not. Absent: none.
-    child_counts: dict[BlockHash, int] = field(default_factory=dict)
 
 
 class DiskCore:
@@ -193,7 +192,6 @@ class DiskCore:
             slot_bytes=self.space.slot_bytes(key.namespace_id),
         )
         entry.writing[key.block_hash] = write
-        _count_child(entry, parent_hash, +1)
         self._count_use(place, +1)
         self._admission.charge(write.slot_bytes, now_s=now_s)
         return write
@@ -208,7 +206,6 @@ class DiskCore:
         if stored_bytes is None:
             # Not refunded: some of it may have been written.
             self._recency.remove(key)
-            _count_child(entry, write.parent_hash, -1)
             self.space.release(write.place)
             return
         assert 0 < stored_bytes <= write.slot_bytes, f"{stored_bytes} bytes in {write}"
@@ -233,6 +230,14 @@ class DiskCore:
         self.counters.dropped_count += 1
         return True
 
+    def evict_coldest(self, count: int) -> None:
+        """Lets so many blocks leave, tails first, as far as nobody uses them: for want of room in the index."""
+        self._evict(count, may_evict=lambda _: True)
+
+    def is_writing(self, write: DiskWrite) -> bool:
+        """Whether it owes its `end_write`."""
+        return self._namespaces[write.key.namespace_id].writing.get(write.key.block_hash) is write
+
     def take_evicted(self) -> list[BlockKey]:
         """Blocks that have left since the last call, to be deleted from the index.
 
@@ -255,29 +260,24 @@ class DiskCore:
         stored now: beaten so, out of range, misaligned, or of a namespace that cannot be opened or has no slot size.
         """
         assert not self._recency, "blocks can only be restored before others are written"
-        slab_bytes = self.space.slab_bytes
         slots = {namespace_id: self._restored_slot_bytes(namespace_id, slot_bytes_of) for namespace_id in slot_bytes_of}
-        newest_first = sorted(records, key=_sequence_of, reverse=True)
-        refused: list[BlockKey] = []
-        groups: defaultdict[tuple[ScopedId, int], list[_Record]] = defaultdict(list)
-        for record in newest_first:
-            (namespace_id, _), (place, sequence, stored_bytes, _) = record
-            if 0 < sequence <= _SEQUENCE_MAX and 0 < stored_bytes <= slots.get(namespace_id, 0):
-                groups[namespace_id, place // slab_bytes].append(record)
-            else:
-                refused.append(record[0])
-        # Whose newest block in a segment is the newest there comes first, and gets it.
-        restored: list[_Record] = []
-        for (namespace_id, _), group in groups.items():
-            is_taken = self.space.restore(namespace_id, [block.place for _, block in group])
-            restored += compress(group, is_taken)
-            refused += [key for (key, _), is_ours in zip(group, is_taken, strict=True) if not is_ours]
-        restored.sort(key=_sequence_of, reverse=True)
-        self._restore(restored)
+        oldest_first = sorted(records, key=_sequence_of)
+        sound = [
+            record
+            for record in oldest_first
+            if 0 < record[1][1] <= _SEQUENCE_MAX and 0 < record[1][2] <= slots.get(record[0][0], 0)
+        ]
+        restored = self._restore_places(sound)
+        self._key_at = {block[0]: key for key, block in restored}
+        make_key = BlockKey._make
+        parents = [None if block[3] is None else make_key((key[0], block[3])) for key, block in restored]
+        self._recency.restore([key for key, _ in restored], parents)
         # Also of refused ones: what they were of may still be on the disk.
-        sequences = (block.sequence for _, block in newest_first if block.sequence <= _SEQUENCE_MAX)
+        sequences = (block.sequence for _, block in reversed(oldest_first) if block.sequence <= _SEQUENCE_MAX)
         self._last_sequence = max(self._last_sequence, next(sequences, 0))
-        return list(dict.fromkeys(key for key in refused if self.find(key) is None))
+        if len(restored) == len(oldest_first):
+            return []
+        return list(dict.fromkeys(key for key, _ in reversed(oldest_first) if self.find(key) is None))
 
     def skip_to(self, sequence: int) -> None:
         """Every later write has a higher number than this one."""
@@ -332,11 +332,6 @@ class DiskCore:
             assert self.space.ref_count(write.place) == 1, f"{key} has no place of its own"
         for slab in self._use_counts:
             assert self.space.taken_places(slab), f"segment {slab} is in use and empty"
-        for entry in self._namespaces.values():
-            parents = [block.parent_hash for block in entry.stored.values()]
-            parents += [write.parent_hash for write in entry.writing.values()]
-            counts = Counter(parent_hash for parent_hash in parents if parent_hash is not None)
-            assert counts == entry.child_counts, f"children: {entry.child_counts}, really {counts}"
         assert not self._evicted.keys() & stored.keys(), "a stored block is to be deleted from the index"
         assert self._was_read.keys() <= self._key_at.keys(), "it is remembered of nothing whether it was read"
 
@@ -363,7 +358,7 @@ class DiskCore:
             return Refusal.KNOWN
         if key.block_hash in entry.writing:
             return Refusal.IN_PROGRESS
-        if key.block_hash in entry.child_counts:
+        if self._recency.is_parent(key):
             return None
         return self._admission.refusal(use_count=use_count, now_s=now_s)
 
@@ -445,7 +440,6 @@ class DiskCore:
         entry = self._namespaces[key.namespace_id]
         block = entry.stored.pop(key.block_hash)
         del self._key_at[block.place]
-        _count_child(entry, block.parent_hash, -1)
         self._evicted[key] = None
         self.space.release(block.place)
 
@@ -456,24 +450,30 @@ class DiskCore:
         except InvalidArgumentError:
             return 0
 
-    def _restore(self, newest_first: list[_Record]) -> None:
-        """Of blocks whose places are taken; the older one of two with the same key gives its own back."""
+    def _restore_places(self, oldest_first: Sequence[_Record]) -> list[_Record]:
+        """Stores those that get their places, of each key the newest; returns them, oldest first."""
+        slab_bytes = self.space.slab_bytes
+        segments = [block[0] // slab_bytes for _, block in oldest_first]
+        owners = dict(zip(segments, [key[0] for key, _ in oldest_first], strict=True))  # the newest are entered last
+        groups: defaultdict[ScopedId, list[_Record]] = defaultdict(list)
+        for record, segment in zip(reversed(oldest_first), reversed(segments), strict=True):
+            namespace_id = record[0][0]
+            if owners[segment] == namespace_id:
+                groups[namespace_id].append(record)
         kept: list[_Record] = []
-        key_at, namespaces = self._key_at, self._namespaces
-        for record in newest_first:
-            key, block = record
-            namespace_id, block_hash = key
-            if namespaces[namespace_id].stored.setdefault(block_hash, block) is block:
-                key_at[block.place] = key
-                kept.append(record)
-            else:
-                self.space.release(block.place)
-        kept.reverse()
-        self._recency.restore((key, _parent_key(key, block.parent_hash)) for key, block in kept)
-        for (namespace_id, _), (_, _, _, parent_hash) in kept:
-            if parent_hash is not None:
-                child_counts = self._namespaces[namespace_id].child_counts
-                child_counts[parent_hash] = child_counts.get(parent_hash, 0) + 1
+        for namespace_id, newest_first in groups.items():
+            is_taken = self.space.restore(namespace_id, [block[0] for _, block in newest_first])
+            restored = list(compress(newest_first, is_taken))
+            stored = {key[1]: block for key, block in reversed(restored)}
+            if len(stored) < len(restored):
+                is_newest = [stored[key[1]] is block for key, block in restored]
+                for _, block in compress(restored, map(not_, is_newest)):
+                    self.space.release(block.place)
+                restored = list(compress(restored, is_newest))
+            self._namespaces[namespace_id].stored.update(stored)
+            kept += restored
+        kept.sort(key=_sequence_of)
+        return kept
 
     def _count_use(self, place: Place, change: int) -> None:
         slab = self.space.slab_of(place)
@@ -486,7 +486,7 @@ class DiskCore:
 
 
 def _sequence_of(record: _Record) -> int:
-    return record[1].sequence
+    return record[1][1]
 
 
 _NONE_STORED: Mapping[BlockHash, DiskBlock] = MappingProxyType({})
@@ -494,13 +494,3 @@ _NONE_STORED: Mapping[BlockHash, DiskBlock] = MappingProxyType({})
 
 def _parent_key(key: BlockKey, parent_hash: BlockHash | None) -> BlockKey | None:
     return None if parent_hash is None else BlockKey(key.namespace_id, parent_hash)
-
-
-def _count_child(entry: _NamespaceEntry, parent_hash: BlockHash | None, change: int) -> None:
-    if parent_hash is None:
-        return
-    count = entry.child_counts.get(parent_hash, 0) + change
-    if count:
-        entry.child_counts[parent_hash] = count
-    else:
-        del entry.child_counts[parent_hash]

@@ -29,6 +29,8 @@ class DiskFault(StrEnum):
     """A read or write has taken longer than `nvme.load_timeout_s`."""
     INDEX_FULL = "index_full"
     INDEX_DAMAGED = "index_damaged"
+    UNEXPECTED = "unexpected"
+    """An error that nothing is known about here: a bug."""
 
 
 class DiskWork(Enum):
@@ -52,6 +54,7 @@ HINTS: Mapping[DiskFault, str] = MappingProxyType(
         DiskFault.TRUNCATED: "somebody has changed the folder; `kvstore nvme verify` tells what is left",
         DiskFault.SLOW: "the device is busy or throttled; blocks are recomputed until it answers in time",
         DiskFault.INDEX_FULL: "the index has no room for more blocks: raise nvme.capacity, which sizes it",
+        DiskFault.UNEXPECTED: "this is a bug; please report it with the traceback in the log",
         DiskFault.INDEX_DAMAGED: "the index is built anew from the segments; nothing needs to be done",
     }
 )
@@ -83,7 +86,7 @@ class DiskHealth:
         return is_new
 
     def count(self, fault: DiskFault) -> None:
-        """Counts one that is over."""
+        """Counts one that is over, or keeps nothing from being done."""
         self.fault_counts[fault] += 1
 
     def note_done(self, work: DiskWork) -> bool:

@@ -155,19 +155,21 @@ class SlabSpace:
         It cannot when it is misaligned or was given before, or when its slab is not in service or in use already.
         """
         shelf, slab_bytes = self._shelves[namespace_id], self.slab_bytes
-        slots_of: dict[SlabId, set[int]] = {}
+        slot_at = {slot * shelf.slot_bytes: slot for slot in range(shelf.slots_per_slab)}
+        slots_of: dict[int, set[int]] = {slab: set() for slab in self._fresh_slabs}
+        none: set[int] = set()
         is_taken: list[bool] = []
         for place in places:
-            slab = SlabId(place // slab_bytes)
-            slot, rest_bytes = divmod(place % slab_bytes, shelf.slot_bytes)
-            slots = slots_of.get(slab)
-            is_free = slab in self._fresh_slabs if slots is None else slot not in slots
-            is_sound = is_free and not rest_bytes and slot < shelf.slots_per_slab
-            if is_sound:
-                slots_of.setdefault(slab, set()).add(slot)
-            is_taken.append(is_sound)
+            slab, offset = divmod(place, slab_bytes)
+            slot, slots = slot_at.get(offset), slots_of.get(slab, none)
+            if slot is None or slots is none or slot in slots:
+                is_taken.append(False)
+            else:
+                slots.add(slot)
+                is_taken.append(True)
         for slab, slots in slots_of.items():
-            self._restore_slab(slab, shelf, slots)
+            if slots:
+                self._restore_slab(SlabId(slab), shelf, slots)
         return is_taken
 
     def missing_slab_count(self, counts: Mapping[ScopedId, int]) -> int:
@@ -285,14 +287,7 @@ class SlabSpace:
     def _restore_slab(self, slab: SlabId, shelf: _Shelf, slots: set[int]) -> None:
         del self._fresh_slabs[slab]
         self._own(slab, shelf.tenant)
-        allocator = SlotAllocator(slot_count=shelf.slots_per_slab)
-        while allocator.allocate() is not None:
-            pass
-        # From the last to the first, so that the first is given out next.
-        for slot in range(shelf.slots_per_slab - 1, -1, -1):
-            if slot not in slots:
-                allocator.release(SlotId(slot))
-        shelf.slabs[slab] = allocator
+        allocator = shelf.slabs[slab] = SlotAllocator(slot_count=shelf.slots_per_slab, taken=slots)
         if allocator.free_count:
             shelf.open_slabs[slab] = None
         self._shelf_of_slab[slab] = shelf

@@ -22,6 +22,7 @@ from kvstore.layout import DTYPE_BYTES
 from kvstore.messages import (
     BlockState,
     CommitState,
+    DescribedNamespace,
     LeaseId,
     NamespaceStats,
     OwnerId,
@@ -103,7 +104,7 @@ class StoredBlock(NamedTuple):
 
 
 class Departure(NamedTuple):
-    """A block on its way to the lower tier; readable here until `end_departure`."""
+    """A block on its way to the lower tier; readable here until `end_departure`, and after it, if it is only copied."""
 
     key: BlockKey
     block: StoredBlock
@@ -230,7 +231,9 @@ class StoreCore:
     gets it before its writer is done with it (SLAB), or nothing that is on its way can arrive any more (NIXL).
 
     With a lower tier, what it wants and has not yet departs rather than being dropped: such a block stays stored and
-    readable, but is no candidate any more, and its departure holds its place until it ends.
+    readable, but is no candidate any more, and its departure holds its place until it ends. Blocks leave tail first,
+    but go down head first, for without those before it a block is of no use there: ancestors of what departs that the
+    lower tier has not are copied before it, and stay.
     """
 
     def __init__(
@@ -245,8 +248,11 @@ class StoreCore:
         self.space = space
         self.lower = lower
         self.departing_bytes_max = departing_bytes_max
-        """Of the slots of blocks that depart at once."""
+        """Of the slots of blocks that are on their way down at once."""
         self.departing_bytes = 0
+        """Of those of them that leave."""
+        self.copying_bytes = 0
+        """Of those of them that stay."""
         self.now_s = 0.0
         """The newest time that a caller has told."""
         self._headers = headers
@@ -259,6 +265,8 @@ class StoreCore:
         # Of stored blocks that do not depart.
         self._key_at: dict[Place, BlockKey] = {}
         self._departing: dict[Place, Departure] = {}
+        # Of stored blocks, each of which is held for that.
+        self._copying: dict[Place, Departure] = {}
         self._untaken: dict[Place, Departure] = {}
         self._leases: HoldTable[tuple[Place, ...]] = HoldTable()
         self._reservations: HoldTable[Reservation] = HoldTable()
@@ -453,7 +461,7 @@ class StoreCore:
             elif is_cut:
                 state = ReserveState.ORPHAN
             elif (place := self._admit(key, parent=parent, may_lose=False)) is None:
-                if self.departing_bytes:  # room is on its way
+                if self.demoting_bytes:  # room is on its way
                     state = ReserveState.OVERLOADED
                     self.counters.refused_overloaded_count += 1
                 else:
@@ -585,7 +593,7 @@ class StoreCore:
             self._recency.remove(BlockKey(namespace_id, block_hash))
         self._drop(BlockKey(namespace_id, block_hash))
         if self._untaken.pop(block.place, None) is not None:
-            self._free_departing(block.place)
+            self._free_demoting(block.place)
         self.counters.corrupt_in_memory_count += 1
 
     def evict_to_low_watermark(self) -> int:
@@ -605,8 +613,16 @@ class StoreCore:
 
     # --- to and from the lower tier
 
+    @property
+    def demoting_bytes(self) -> int:
+        """Of the slots of blocks on their way down: once they are there, more of them can leave."""
+        return self.departing_bytes + self.copying_bytes
+
     def take_departures(self) -> list[Departure]:
-        """Blocks that have begun to depart, each once, parents before their children; each owes an `end_departure`."""
+        """Blocks that are to go down, each once, parents before their children; each owes an `end_departure`.
+
+        Also those of later calls are to be found there after those of earlier ones.
+        """
         untaken = {departure.key: departure for departure in reversed(self._untaken.values())}
         self._untaken.clear()
         ordered: list[Departure] = []
@@ -623,19 +639,20 @@ class StoreCore:
         return ordered
 
     def end_departure(self, departure: Departure) -> bool:
-        """Drops a block that departs, whatever became of that; readers keep its slot until they end.
+        """Drops a block that departs, whatever became of that; readers keep its slot until they end. Copies stay.
 
         False: it had been quarantined meanwhile, so what was copied from its slot is not to be trusted.
         """
         key, block = departure.key, departure.block
-        assert self._departing.get(block.place) is departure, f"{key} does not depart from {block.place}"
+        is_copied = self._copying.get(block.place) is departure
+        assert is_copied or self._departing.get(block.place) is departure, f"{key} does not depart from {block.place}"
         self._untaken.pop(block.place, None)
         is_stored = self._entry(key.namespace_id).stored.get(key.block_hash) == block
-        if is_stored:
+        if is_stored and not is_copied:
             self._drop(key)
             self.counters.evicted_count += 1
             self.counters.departed_count += 1
-        self._free_departing(block.place)
+        self._free_demoting(block.place)
         return is_stored
 
     def depart_all(self, *, now_s: float) -> int:
@@ -644,7 +661,7 @@ class StoreCore:
         However many bytes that are: for the end of the daemon, when nobody needs the room.
         """
         self.now_s = now_s
-        keys = [key for key in self._key_at.values() if self._is_undemoted(key)]
+        keys = [key for place, key in self._key_at.items() if place not in self._copying and self._is_undemoted(key)]
         for departure in [self._departure(key) for key in keys]:
             self._recency.remove(departure.key)
             self._begin_departure(departure)
@@ -753,6 +770,14 @@ class StoreCore:
             if tenant_of(namespace_id) == tenant
         )
 
+    def namespaces_of(self, tenant: Tenant) -> tuple[DescribedNamespace, ...]:
+        """The tenant's namespaces in full, with their blocks in memory."""
+        return tuple(
+            DescribedNamespace(namespace=entry.namespace, block_count=len(entry.stored))
+            for namespace_id, entry in self._namespaces.items()
+            if tenant_of(namespace_id) == tenant
+        )
+
     def check_invariants(self) -> None:
         self.space.check_invariants()
         self._recency.check_invariants()
@@ -795,20 +820,23 @@ class StoreCore:
             assert self.space.ref_count(place) >= 1, f"{key} has no place"
 
     def _check_departures(self) -> None:
-        departing_bytes = 0
-        for place, departure in self._departing.items():
-            key, block = departure.key, departure.block
-            assert block.place == place, f"{key} departs from {block.place}, not from {place}"
-            is_stored = self._namespaces[key.namespace_id].stored.get(key.block_hash) == block
-            assert self.space.ref_count(place) >= 1 + is_stored, f"{key} departs from {place}, which is not held for it"
-            assert self.space.slab_of(place) in self._use_counts, f"{key} departs from a slab that is not in use"
-            assert is_stored or place not in self._untaken, f"{key} is gone and would be handed out"
-            departing_bytes += self.space.slot_bytes(key.namespace_id)
-        assert departing_bytes == self.departing_bytes, (
-            f"departing_bytes {self.departing_bytes}, really {departing_bytes}"
-        )
+        assert not self._departing.keys() & self._copying.keys(), "a block departs and stays"
+        for what, departures, claimed_bytes in (
+            ("departing_bytes", self._departing, self.departing_bytes),
+            ("copying_bytes", self._copying, self.copying_bytes),
+        ):
+            for place, departure in departures.items():
+                key, block = departure.key, departure.block
+                assert block.place == place, f"{key} departs from {block.place}, not from {place}"
+                is_stored = self._namespaces[key.namespace_id].stored.get(key.block_hash) == block
+                assert self.space.ref_count(place) >= 1 + is_stored, f"{key} departs from {place}, not held for it"
+                assert self.space.slab_of(place) in self._use_counts, f"{key} departs from a slab that is not in use"
+                assert is_stored or place not in self._untaken, f"{key} is gone and would be handed out"
+            real_bytes = sum(self.space.slot_bytes(departure.key.namespace_id) for departure in departures.values())
+            assert real_bytes == claimed_bytes, f"{what} {claimed_bytes}, really {real_bytes}"
         for place, departure in self._untaken.items():
-            assert self._departing.get(place) is departure, f"{departure.key} would be handed out and does not depart"
+            demoted = self._departing.get(place) or self._copying.get(place)
+            assert demoted is departure, f"{departure.key} would be handed out and does not go down"
 
     # --- inside
 
@@ -840,6 +868,8 @@ class StoreCore:
         self._recency.insert(key, parent=parent, use_count=use_count)
         self._recency.hold((key,))  # until it is committed
         place = self._take_place(key.namespace_id, may_lose=may_lose)
+        if place is None and parent is not None:
+            place = self._take_place_of_ancestor(parent)
         if place is None:
             self._recency.remove(key)
             return None
@@ -891,7 +921,7 @@ class StoreCore:
             return place
         if self.lower is not None and not may_lose:
             self.evict_to_low_watermark()
-            if not self.departing_bytes:
+            if not self.demoting_bytes:
                 # All tenants are within their shares, or the room is in slabs of others: then one's own blocks depart.
                 self._evict_or_demote(
                     self.lower,
@@ -899,7 +929,7 @@ class StoreCore:
                     may_evict=lambda key: key.namespace_id == namespace_id,
                     count_max=_LOSS_COUNT_MAX,
                 )
-            if self.departing_bytes:
+            if self.demoting_bytes:
                 return self.space.allocate(namespace_id)
         if not self._claim_slab(namespace_id):
             self._evict(
@@ -926,6 +956,35 @@ class StoreCore:
                 self._own_goal_bytes(namespace_id), may_evict=lambda key: key.namespace_id == namespace_id
             )
         return self.space.allocate(namespace_id)
+
+    def _take_place_of_ancestor(self, key: BlockKey) -> Place | None:
+        """For a chain that fills memory by itself: what follows `key` takes the place of the chain's head.
+
+        This is no hole where the lower tier has it; what it has not is copied first, and leaves when asked again.
+        """
+        lower = self.lower
+        if lower is None or self.demoting_bytes:
+            return None
+        stored = self._namespaces[key.namespace_id].stored
+        chain: list[BlockKey] = []
+        at: BlockKey | None = key
+        while at is not None and at in self._recency:
+            if at.block_hash in stored and not self._recency.is_held(at):
+                chain.append(at)
+            at = self._recency.parent_of(at)
+        slot_bytes = self.space.slot_bytes(key.namespace_id)
+        head_first = list(reversed(chain))
+        below = list(takewhile(lambda one: lower.find(one) is not None, head_first))
+        for one in below[: self._own_goal_bytes(key.namespace_id) // slot_bytes]:
+            self._recency.remove(one)
+            self._drop(one)
+            self.counters.evicted_count += 1
+        if not below:
+            for one in head_first[: max(self.departing_bytes_max // slot_bytes, 1)]:
+                if not self._is_undemoted(one):
+                    break
+                self._begin_copy(one)
+        return self.space.allocate(key.namespace_id)
 
     def _own_goal_bytes(self, namespace_id: ScopedId) -> int:
         """Of a namespace's own blocks that make room for one: more than one, so that the next need not search again."""
@@ -1047,9 +1106,13 @@ class StoreCore:
     def _evict_or_demote(
         self, lower: LowerTier, goal_bytes: int, *, may_evict: Callable[[BlockKey], bool], count_max: int
     ) -> int:
-        """As `_evict`, but what the lower tier has not and wants departs. Ends where too much departs already."""
-        room_bytes = self.departing_bytes_max - self.departing_bytes
+        """As `_evict`, but what the lower tier has not and wants departs, after copies of its ancestors.
+
+        Ends where too much is on its way already.
+        """
+        room_bytes = self.departing_bytes_max - self.demoting_bytes
         departures: dict[BlockKey, Departure] = {}
+        copies: dict[BlockKey, None] = {}
 
         def may_leave(key: BlockKey) -> bool | None:
             nonlocal room_bytes
@@ -1057,12 +1120,25 @@ class StoreCore:
                 return False
             if lower.find(key) is not None:
                 return True
-            slot_bytes = self.space.slot_bytes(key.namespace_id)
-            if slot_bytes > room_bytes and (self.departing_bytes or departures):
-                return None  # but one block may always depart, however large it is
-            if lower.wants(key, use_count=self._recency.use_count(key), now_s=self.now_s):
-                room_bytes -= slot_bytes
+            if key in copies:  # its last child leaves with it
+                del copies[key]
                 departures[key] = self._departure(key)
+                return True
+            slot_bytes = self.space.slot_bytes(key.namespace_id)
+            is_idle = not (self.demoting_bytes or departures or copies)
+            if slot_bytes > room_bytes and not is_idle:
+                return None  # but one block may always go down, however large it is
+            if not lower.wants(key, use_count=self._recency.use_count(key), now_s=self.now_s):
+                return True
+            # On credit, if need be: the block would be of no use without them.
+            above = [one for one in self._ancestors_to_copy(lower, key) if one not in copies]
+            count = max(room_bytes // slot_bytes, int(is_idle))
+            copies.update(dict.fromkeys(above[:count]))
+            if len(above) >= count:
+                room_bytes = 0
+                return None
+            room_bytes -= (len(above) + 1) * slot_bytes
+            departures[key] = self._departure(key)
             return True
 
         victims = self._pop_coldest(goal_bytes, may_evict=may_leave, count_max=count_max)
@@ -1072,8 +1148,25 @@ class StoreCore:
                 self._drop(key)
             else:
                 self._begin_departure(departure)
+        for key in copies:
+            self._begin_copy(key)
         self.counters.evicted_count += len(victims) - len(departures)
         return len(victims)
+
+    def _ancestors_to_copy(self, lower: LowerTier, key: BlockKey) -> list[BlockKey]:
+        """Stored ancestors that are neither below nor on their way there, up to the first that is, head first."""
+        stored = self._namespaces[key.namespace_id].stored
+        above: list[BlockKey] = []
+        parent = self._recency.parent_of(key)
+        while parent is not None and parent in self._recency and lower.find(parent) is None:
+            block = stored.get(parent.block_hash)
+            if block is not None:
+                if block.place in self._copying:
+                    break
+                above.append(parent)
+            parent = self._recency.parent_of(parent)
+        above.reverse()
+        return above
 
     def _pop_coldest(
         self, goal_bytes: int, *, may_evict: Callable[[BlockKey], bool | None], count_max: int | None
@@ -1112,11 +1205,21 @@ class StoreCore:
         self._departing[place] = self._untaken[place] = departure
         self.departing_bytes += self.space.slot_bytes(departure.key.namespace_id)
 
-    def _free_departing(self, place: Place) -> None:
-        departure = self._departing.pop(place)
-        self.departing_bytes -= self.space.slot_bytes(departure.key.namespace_id)
-        self._count_uses((place,), -1)
-        self.space.release(place)
+    def _begin_copy(self, key: BlockKey) -> None:
+        departure = self._departure(key)
+        place = departure.block.place
+        self._use((place,))
+        self._copying[place] = self._untaken[place] = departure
+        self.copying_bytes += self.space.slot_bytes(key.namespace_id)
+
+    def _free_demoting(self, place: Place) -> None:
+        departure = self._departing.pop(place, None)
+        if departure is not None:
+            self.departing_bytes -= self.space.slot_bytes(departure.key.namespace_id)
+        else:
+            departure = self._copying.pop(place)
+            self.copying_bytes -= self.space.slot_bytes(departure.key.namespace_id)
+        self._end_use((place,))
 
     def _use(self, places: Sequence[Place]) -> list[BlockKey]:
         """Holds places for somebody beside the index, and returns the blocks there; owes one `_end_use` of each."""

@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from itertools import chain
+from math import ceil
 from typing import Any, NamedTuple, TypeVar
 
 from kvstore.errors import CorruptBlockError, KvstoreError
@@ -19,12 +20,20 @@ from kvstore_server.nvme.coding import Coding, Codings
 from kvstore_server.nvme.crash import crash_point
 from kvstore_server.nvme.format import DISK_HEADER_BYTES, padded
 from kvstore_server.nvme.images import Stored
-from kvstore_server.nvme.index import IndexRecord
+from kvstore_server.nvme.index import IndexFullError, IndexRecord
 from kvstore_server.nvme.parts import Parts
 from kvstore_server.nvme.segments import Segments
 
 _BATCHES_AT_ONCE = 3
 """While one batch is made durable, the next ones are written."""
+
+_INDEX_FILL_HIGH, _INDEX_FILL_LOW = 0.75, 0.70
+"""Of its map: above the one it is full, and below the other no more.
+
+A transaction copies every page that it changes, and frees the old ones for later transactions only.
+"""
+_EVICTED_PER_PUT = 1.25
+"""While the index is full. More than one: pages become emptier where records come and go, and must not become more."""
 
 _Result = TypeVar("_Result")
 
@@ -53,6 +62,8 @@ class Demotion:
         self._wake = asyncio.Event()
         self._batches = asyncio.Semaphore(_BATCHES_AT_ONCE)
         self._queue: deque[Departure] = deque()
+        self._last_batch: asyncio.Task[None] | None = None
+        self._is_index_full = False
         # Not yet deleted from the index; it may say what is not so, for what is read is verified.
         self._evicted: list[BlockKey] = []
 
@@ -76,7 +87,7 @@ class Demotion:
         while queue:
             await self._batches.acquire()
             batch = [queue.popleft() for _ in range(min(size, len(queue)))]
-            self._parts.spawn(self._demote(batch))
+            self._last_batch = self._parts.spawn(self._demote(batch, after=self._last_batch), at=DiskWork.WRITING)
 
     async def forget_evicted(self) -> None:
         """Deletes from the index what is not on the disk any more, as the next batch does. Raises as `Index.apply`."""
@@ -84,10 +95,12 @@ class Demotion:
 
     # --- one batch
 
-    async def _demote(self, batch: Sequence[Departure]) -> None:
+    async def _demote(self, batch: Sequence[Departure], *, after: asyncio.Task[None] | None) -> None:
         written: Sequence[DiskWrite] = ()
         try:
-            written = await self._watched(self._write(batch), f"a batch of {len(batch)} blocks was not written")
+            written = await self._watched(
+                self._write(batch, after=after), f"a batch of {len(batch)} blocks was not written"
+            )
         finally:
             self._batches.release()
             store, disk = self._parts.store, self._parts.disk
@@ -98,7 +111,7 @@ class Demotion:
                     disk.drop(write.key, block)
             self._parts.note_departed()
 
-    async def _write(self, batch: Sequence[Departure]) -> Sequence[DiskWrite]:
+    async def _write(self, batch: Sequence[Departure], *, after: asyncio.Task[None] | None) -> Sequence[DiskWrite]:
         """Returns what is on the disk now, if anything."""
         parts = self._parts
         if not parts.may_write():
@@ -114,17 +127,24 @@ class Demotion:
             if not writes:
                 return ()
             await self._segments.assign([write.disk for write in writes])
-            await self._write_all(writes)
+            await self._write_all(writes, after=after)
         except (OSError, KvstoreError) as error:
-            # Ended in `_write_all` are only those that are in the index.
-            for write in writes:
-                parts.disk.end_write(write.disk, stored_bytes=None)
-            parts.counts.lost["failed"] += len(writes) or len(batch)
+            self._give_up(writes, batch)
             parts.note_error(error, at=DiskWork.WRITING)
             return ()
+        except BaseException:
+            self._give_up(writes, batch)
+            raise
         if time.monotonic() - started_s <= parts.settings.load_timeout_s:
             parts.note_done(DiskWork.WRITING)
         return [write.disk for write in writes]
+
+    def _give_up(self, writes: Sequence[_Write], batch: Sequence[Departure]) -> None:
+        # Ended in `_write_all` are only those that are in the index.
+        for write in writes:
+            if self._parts.disk.is_writing(write.disk):
+                self._parts.disk.end_write(write.disk, stored_bytes=None)
+        self._parts.counts.lost["failed"] += len(writes) or len(batch)
 
     def _begin(self, batch: Sequence[Departure]) -> list[_Write]:
         parts, now_s = self._parts, self._parts.clock()
@@ -137,7 +157,7 @@ class Demotion:
                 writes.append(_Write(departure, disk, self._codings.next(departure.key.namespace_id)))
         return writes
 
-    async def _write_all(self, writes: Sequence[_Write]) -> None:
+    async def _write_all(self, writes: Sequence[_Write], *, after: asyncio.Task[None] | None) -> None:
         """Raises when anything was wrong with the disk; then no block of the batch is found."""
         parts = self._parts
         crash_point("nvme.before_data")
@@ -149,9 +169,14 @@ class Demotion:
             # Not behind the writes of the next batch, which it need not wait for.
             await parts.in_index_thread(lambda: parts.device.sync(touched))
         crash_point("nvme.after_sync")
+        elapsed_s = time.perf_counter() - started_s
+        if after is not None:
+            # Parents come in earlier batches, and no block is to be found without them.
+            await asyncio.wait([after])
+        started_s = time.perf_counter()
         await self._apply(written)
         crash_point("nvme.after_index")
-        elapsed_s = time.perf_counter() - started_s
+        elapsed_s += time.perf_counter() - started_s
         device_bytes = 0
         for one in written:
             stored_bytes = one.stored.size_bytes
@@ -223,6 +248,7 @@ class Demotion:
         parts = self._parts
         if parts.index.is_closed:
             await parts.in_index_thread(parts.index.open_again)
+        self._make_room_in_index(len(written))
         self._evicted += parts.disk.take_evicted()
         deletes, self._evicted = self._evicted, []
         is_all = parts.index.is_behind
@@ -245,9 +271,21 @@ class Demotion:
         ]
         try:
             await parts.in_index_thread(lambda: parts.index.apply(puts, records, is_all=is_all))
-        except BaseException:
+        except BaseException as error:
             self._evicted += deletes
+            if isinstance(error, IndexFullError):
+                parts.disk.evict_coldest(2 * len(puts))  # so that there is room when it is tried again
             raise
+
+    def _make_room_in_index(self, put_count: int) -> None:
+        """Before it is full, for then it could not even delete."""
+        parts = self._parts
+        is_full = parts.index.fill_share > (_INDEX_FILL_LOW if self._is_index_full else _INDEX_FILL_HIGH)
+        if is_full:
+            parts.disk.evict_coldest(ceil(put_count * _EVICTED_PER_PUT))
+            if not self._is_index_full:
+                parts.note_passing_fault(DiskFault.INDEX_FULL, "the coldest blocks leave for those that come")
+        self._is_index_full = is_full
 
     def _all_records(self) -> list[IndexRecord]:
         """Of what is on the disk already."""

@@ -14,6 +14,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -192,7 +193,7 @@ class FileDevice:
     def _close_idle(self) -> None:
         surplus = len(self._files) - _IDLE_FILES_MAX
         if surplus > 0:
-            for key in [key for key, file in self._files.items() if not file.user_count][:surplus]:
+            for key in list(islice((key for key, file in self._files.items() if not file.user_count), surplus)):
                 self._files.pop(key).retire()
 
     @property

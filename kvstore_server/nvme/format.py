@@ -138,7 +138,7 @@ class SegmentHeader:
         magic, version, zero, store_id, index, zero_2, *numbers, id_bytes = _SEGMENT_HEADER.unpack_from(page)
         _check_kind("segment header", magic=magic, expected=_SEGMENT_MAGIC, version=version)
         scoped_id_end = _SCOPED_ID_AT + id_bytes
-        if zero or zero_2 or any(page[scoped_id_end:]):
+        if zero or zero_2 or page[scoped_id_end:].strip(b"\0"):
             raise CorruptBlockError("segment header: what must be zero is not")
         segment_bytes, slot_bytes, assignment = numbers
         header = cls(

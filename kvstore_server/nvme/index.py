@@ -12,12 +12,13 @@ import errno
 import os
 import struct
 from collections.abc import Iterator, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import NamedTuple
 
 import lmdb
 import numpy as np
-from lmdb import verify as lmdb_verify
+import numpy.typing as npt
 
 from kvstore.envelope import RunningChecksum, checksum
 from kvstore.errors import CapacityError, UnavailableError
@@ -47,6 +48,7 @@ _RECORD_COLUMNS = np.dtype(
     [("place", "<u8"), ("sequence", "<u8"), ("stored_bytes", "<u8"), ("parent_hash", f"V{HASH_BYTES}")]
 )
 _NO_PARENT = bytes(HASH_BYTES)
+_KEY_BYTES_MIN = 2 * HASH_BYTES
 
 
 class IndexFullError(CapacityError):
@@ -68,6 +70,20 @@ class IndexRecord(NamedTuple):
     sequence: int
     stored_bytes: int
     parent_hash: BlockHash | None
+
+
+_Numbers = npt.NDArray[np.uint64]
+
+
+class IndexColumns(NamedTuple):
+    """Records, each of whose fields is in a column of its own, in the order of their sequences."""
+
+    scoped_ids: list[bytes]
+    block_hashes: list[BlockHash]
+    places: _Numbers
+    sequences: _Numbers
+    stored_bytes: _Numbers
+    parent_hashes: list[BlockHash | None]
 
 
 class Index:
@@ -128,27 +144,43 @@ class Index:
 
     def records(self) -> list[IndexRecord]:
         """All of them, in the order of their sequences."""
-        with _translated(), self._env.begin(db=self._blocks) as txn, txn.cursor() as cursor:
-            items = [
-                item for item in cursor.iternext() if len(item[1]) == _RECORD.size and len(item[0]) >= 2 * HASH_BYTES
-            ]
-            self.skipped_count = int(txn.stat(self._blocks)["entries"]) - len(items)
-        # Column by column, and made in the order in which they will be gone through: what lies side by side in memory
-        # is gone through twice as fast.
-        columns = np.frombuffer(b"".join([value for _, value in items]), _RECORD_COLUMNS)
-        order = columns["sequence"].argsort(kind="stable")
-        columns, keys = columns[order], [items[index][0] for index in order.tolist()]
-        scoped_ids: dict[bytes, bytes] = {}  # one object per namespace, not one per block
-        rows = zip(
-            [scoped_ids.setdefault(scoped_id, scoped_id) for scoped_id in [key[:-HASH_BYTES] for key in keys]],
-            [key[-HASH_BYTES:] for key in keys],
-            columns["place"].tolist(),
-            columns["sequence"].tolist(),
-            columns["stored_bytes"].tolist(),
-            [None if one == _NO_PARENT else one for one in columns["parent_hash"].tolist()],
-            strict=True,
+        columns = self.columns()
+        numbers = (column.tolist() for column in (columns.places, columns.sequences, columns.stored_bytes))
+        return list(
+            map(
+                IndexRecord._make,
+                zip(columns.scoped_ids, columns.block_hashes, *numbers, columns.parent_hashes, strict=True),
+            )
         )
-        return list(map(IndexRecord._make, rows))
+
+    def columns(self) -> IndexColumns:
+        """What `records` has, side by side: for whoever goes through all of them while others wait for him."""
+        with _translated(), self._env.begin(db=self._blocks) as txn, txn.cursor() as cursor:
+            keys = list(cursor.iternext(keys=True, values=False))
+            values = list(cursor.iternext(keys=False, values=True))
+        is_ours = [
+            len(value) == _RECORD.size and len(key) >= _KEY_BYTES_MIN for key, value in zip(keys, values, strict=True)
+        ]
+        self.skipped_count = is_ours.count(False)
+        rows = np.frombuffer(b"".join(compress(values, is_ours)), _RECORD_COLUMNS)
+        keys = list(compress(keys, is_ours))
+        del values  # as with the keys below: room for the objects that come, which would be new memory otherwise
+        hashes = np.frombuffer(b"".join([key[-HASH_BYTES:] for key in keys]), f"V{HASH_BYTES}")
+        one_of: dict[bytes, bytes] = {}  # one object per namespace, not one per block
+        scoped_ids = np.array([one_of.setdefault(one := key[:-HASH_BYTES], one) for key in keys], np.object_)
+        del keys
+        # Objects are made in the order in which they will be gone through: what lies side by side in memory is gone
+        # through several times as fast.
+        order = rows["sequence"].argsort(kind="stable")
+        rows = rows[order]
+        return IndexColumns(
+            scoped_ids=scoped_ids[order].tolist(),
+            block_hashes=hashes[order].tolist(),
+            places=rows["place"],
+            sequences=rows["sequence"],
+            stored_bytes=rows["stored_bytes"],
+            parent_hashes=[None if one == _NO_PARENT else one for one in rows["parent_hash"].tolist()],
+        )
 
     def apply(self, puts: Sequence[IndexRecord], deletes: Sequence[tuple[bytes, BlockHash]]) -> None:
         """Deletes, then puts, in one transaction that is on the device when this returns; blocks for the sync.
@@ -175,6 +207,13 @@ class Index:
     def count(self) -> int:
         with _translated(), self._env.begin(db=self._blocks) as txn:
             return int(txn.stat(self._blocks)["entries"])
+
+    @property
+    def fill_share(self) -> float:
+        """Of the map, in pages that records have, full or not; a transaction needs some of the others for a while."""
+        with _translated(), self._env.begin(db=self._blocks) as txn:
+            stat, map_bytes = txn.stat(self._blocks), self._env.info()["map_size"]
+        return float((stat["branch_pages"] + stat["leaf_pages"]) * stat["psize"] / map_bytes)
 
     @property
     def size_bytes(self) -> int:
@@ -258,11 +297,7 @@ def _check_structure(path: Path) -> None:
             return  # was being made when the process ended; LMDB begins it anew
     except FileNotFoundError:
         return
-    try:
-        problems: list[str] = lmdb_verify.verify(str(path), subdir=False)  # type: ignore[no-untyped-call]
-        problem = problems[0] if problems else find_damage(path)
-    except (lmdb_verify.VerifyError, struct.error, LookupError, ValueError, RecursionError) as error:
-        raise IndexDamagedError(f"{path} is no sound index: {error}") from error
+    problem = find_damage(path)
     if problem is not None:
         raise IndexDamagedError(f"{path} is damaged: {problem}")
 

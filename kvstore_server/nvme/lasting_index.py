@@ -60,6 +60,11 @@ class LastingIndex:
         self._had_records = self._had_records or bool(puts)
 
     @property
+    def fill_share(self) -> float:
+        """As of `Index`; 0 while it is closed."""
+        return 0.0 if self._index is None else self._index.fill_share
+
+    @property
     def size_bytes(self) -> int:
         """What its data takes on disk; what it took last, when that cannot be said."""
         index = self._index

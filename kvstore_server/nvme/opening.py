@@ -61,9 +61,15 @@ async def open_tier(
         make_device=make_device,
     )
     opened = await asyncio.to_thread(open_)
-    filesystem = os.statvfs(settings.folder)
+    try:
+        filesystem = os.statvfs(settings.folder)
+        used_bytes = opened.device.used_bytes()
+    except BaseException:
+        opened.index.close()
+        opened.device.close()
+        raise
     reserve_bytes = settings.free_reserve_bytes(filesystem.f_frsize * filesystem.f_blocks)
-    room_bytes = filesystem.f_frsize * filesystem.f_bavail - reserve_bytes + opened.device.used_bytes()
+    room_bytes = filesystem.f_frsize * filesystem.f_bavail - reserve_bytes + used_bytes
     if room_bytes < settings.capacity_bytes:
         _log.warning(
             "nvme_capacity_beyond_disk",

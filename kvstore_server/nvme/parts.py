@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import structlog
@@ -75,6 +76,8 @@ class Recovered:
     was_rebuilt: bool = False
     assignments: Mapping[int, SegmentHeader] = field(default_factory=dict)
     """What each segment on the disk says that it is for."""
+    faults: Sequence[DiskFault] = ()
+    """One for each segment that could not be used as it was."""
 
 
 LOSSES = ("no_room", "degraded", "failed")
@@ -179,12 +182,26 @@ class Parts:
     async def in_index_thread(self, work: Callable[[], _Result]) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._index_thread, work)
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs it to its end, whoever goes away meanwhile: a thread may be using the places that it holds."""
+    def spawn(self, work: Coroutine[Any, Any, None], *, at: DiskWork) -> asyncio.Task[None]:
+        """Runs it to its end, whoever goes away meanwhile: a thread may be using the places that it holds.
+
+        What nobody has foreseen, and so nobody handles, rests the tier at this work like a fault of the disk; but a
+        failed assertion goes on to the loop, and ends the daemon.
+        """
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(partial(self._ended, at=at))
         return task
+
+    def _ended(self, task: asyncio.Task[None], *, at: DiskWork) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, AssertionError):
+            task.get_loop().call_exception_handler({"message": "a task failed", "exception": error, "task": task})
+        elif error is not None:
+            # Nobody waits for it: it would be logged at most, and be met again and again.
+            _log.error("nvme_unexpected", what=at.value, exc_info=error)
+            self.note_fault(DiskFault.UNEXPECTED, f"{type(error).__name__}: {error}", at=at)
 
     async def wait_idle(self) -> None:
         while self._tasks:
@@ -232,6 +249,11 @@ class Parts:
             _log.error("nvme_degraded", fault=fault.value, reason=detail, hint=HINTS[fault])
         else:
             _log.info("nvme_fault", fault=fault.value, reason=detail, hint=HINTS[fault])
+
+    def note_passing_fault(self, fault: DiskFault, detail: str) -> None:
+        """Of one that keeps nothing from being done."""
+        self.health.count(fault)
+        _log.info("nvme_fault", fault=fault.value, reason=detail, hint=HINTS[fault])
 
     def note_done(self, work: DiskWork) -> None:
         """To be told of what was done, and did not take longer than `load_timeout_s`."""

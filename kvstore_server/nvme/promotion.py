@@ -93,7 +93,7 @@ class Promotion:
         if block is None or not is_due or parts.reads_under_way or not parts.may_read():
             return
         self._probed_s = now_s
-        parts.spawn(self._probe(block))
+        parts.spawn(self._probe(block), at=DiskWork.READING)
 
     async def _probe(self, block: DiskBlock) -> None:
         parts = self._parts
@@ -130,7 +130,7 @@ class Promotion:
                 is_room_missing = self._is_needed(namespace_id, hashes, but_not_loading=True)
                 if not await self._wait(loads, held, deadline_s=deadline_s) or not is_room_missing:
                     return
-                if not parts.store.departing_bytes:
+                if not parts.store.demoting_bytes:
                     break
                 # Room is on its way: blocks that only memory has are not to be lost for these.
                 self._wake_demotion()
@@ -198,7 +198,8 @@ class Promotion:
         if chosen:
             size_bytes = len(chosen) * block_bytes
             self._prefetching_bytes += size_bytes
-            parts.spawn(self._prefetched(self.start(namespace_id, chosen, may_lose=False), size_bytes))
+            begun = self.start(namespace_id, chosen, may_lose=False)
+            parts.spawn(self._prefetched(begun, size_bytes), at=DiskWork.READING)
         parts.counts.prefetch_started += len(chosen)
         parts.counts.prefetch_refused += refused_count
         return Prefetched(
@@ -260,7 +261,7 @@ class Promotion:
         reading = _Reading(job_count=len(jobs))
         for job in jobs:
             loading = Loading(reading)
-            loading.task = parts.spawn(self._load(namespace_id, job, loading))
+            loading.task = parts.spawn(self._load(namespace_id, job, loading), at=DiskWork.READING)
             begun.append(loading)
             parts.reads_under_way += 1
             for load in job:

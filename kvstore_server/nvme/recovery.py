@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, compress, repeat
+from operator import itemgetter
 from pathlib import Path
 
 import structlog
@@ -21,6 +23,7 @@ import structlog
 from kvstore.errors import CorruptBlockError
 from kvstore_server.core.admission import Admission
 from kvstore_server.core.disk import DiskBlock, DiskCore
+from kvstore_server.core.disk_health import DiskFault
 from kvstore_server.core.space import SlabId, SlabSpace
 from kvstore_server.core.store import BlockKey
 from kvstore_server.core.tenants import DEFAULT_TENANT, ScopedId, Tenant, tenant_of
@@ -100,6 +103,8 @@ def _open_folder(
     device = make_device(folder)
     try:
         headers, unreadable = _read_headers(device)
+        sizes = device.segments()
+        truncated = [number for number, header in headers.items() if header and sizes[number] < header.segment_bytes]
         segment_bytes = _segment_bytes(headers, geometry)
         count_max = geometry.room_bytes // segment_bytes
         headers = _without_useless(device, headers, segment_bytes=segment_bytes, count_max=count_max)
@@ -134,6 +139,7 @@ def _open_folder(
         took_s=time.perf_counter() - started_s,
         was_rebuilt=was_rebuilt,
         assignments=assignments,
+        faults=[DiskFault.UNREADABLE] * len(unreadable) + [DiskFault.TRUNCATED] * len(truncated),
     )
     _log.info(
         "nvme_opened",
@@ -169,9 +175,11 @@ def _read_headers(device: Device) -> tuple[dict[int, SegmentHeader | None], set[
     """
     numbers = sorted(device.segments())
     with ThreadPoolExecutor(_READERS, thread_name_prefix="kvstore-nvme-open") as readers:
-        found = list(readers.map(partial(_read_header, device), numbers))
+        shares = [numbers[start::_READERS] for start in range(_READERS)]
+        parts = readers.map(partial(_read_some_headers, device), shares)
+        found = dict(sorted(chain.from_iterable(parts), key=itemgetter(0)))
     unreadable = set()
-    for number, header in zip(numbers, found, strict=True):
+    for number, header in found.items():
         if isinstance(header, OSError):
             unreadable.add(number)
             _log.error(
@@ -180,13 +188,16 @@ def _read_headers(device: Device) -> tuple[dict[int, SegmentHeader | None], set[
                 reason=str(header),
                 hint="it is not used; its blocks are back when it can be read at a start of the daemon",
             )
-    return {
-        number: None if isinstance(header, OSError) else header for number, header in zip(numbers, found, strict=True)
-    }, unreadable
+    return {number: None if isinstance(header, OSError) else header for number, header in found.items()}, unreadable
 
 
-def _read_header(device: Device, number: int) -> SegmentHeader | OSError | None:
+def _read_some_headers(device: Device, numbers: Sequence[int]) -> list[tuple[int, SegmentHeader | OSError | None]]:
+    """Runs in a thread."""
     page = aligned_buffer(SEGMENT_HEADER_BYTES)
+    return [(number, _read_header(device, number, page)) for number in numbers]
+
+
+def _read_header(device: Device, number: int, page: memoryview) -> SegmentHeader | OSError | None:
     try:
         device.read(number, 0, [page])
         header = SegmentHeader.decode(page)
@@ -285,26 +296,27 @@ def _restore(
     for number in sorted(usable):
         space.add_slab(SlabId(number))
     disk = DiskCore(space=space, admission=admission)
-    records = index.records()
-    refused: list[BlockKey] = []
-    known: list[tuple[BlockKey, DiskBlock]] = []
+    columns = index.columns()
+    segments, sequences = (columns.places // slab_bytes).tolist(), columns.sequences.tolist()
     # Whose each segment is, and from which write on: what was written before is of no use.
     owners = {number: (header.scoped_id, header.assignment) for number, header in assignments.items()}
     nobody = (b"", 0)
-    make_key, make_block = BlockKey._make, DiskBlock._make
-    for scoped_id, block_hash, place, sequence, stored_bytes, parent_hash in records:
-        segment = place // slab_bytes
-        owner_id, assignment = owners.get(segment, nobody)
-        key = make_key((scoped_id, block_hash))
-        if owner_id == scoped_id and sequence >= assignment:
-            known.append((key, make_block((place, sequence, stored_bytes, parent_hash))))
-        elif segment not in unreadable:
-            refused.append(key)
+    is_known = [
+        owner_id == scoped_id and sequence >= assignment
+        for scoped_id, sequence, (owner_id, assignment) in zip(
+            columns.scoped_ids, sequences, map(owners.get, segments, repeat(nobody)), strict=True
+        )
+    ]
+    keys = list(map(BlockKey._make, zip(columns.scoped_ids, columns.block_hashes, strict=True)))
+    numbers = columns.places.tolist(), sequences, columns.stored_bytes.tolist()
+    blocks = map(DiskBlock._make, zip(*numbers, columns.parent_hashes, strict=True))
+    known = list(compress(zip(keys, blocks, strict=True), is_known))
+    refused = [keys[row] for row, is_one in enumerate(is_known) if not is_one and segments[row] not in unreadable]
     # Above the numbers of writes that never came to be in the index, too: what they left behind must look old.
     disk.skip_to(int(time.time()) << _WRITES_PER_S_LOG2)
     disk.skip_to(max((header.assignment for header in assignments.values()), default=0))
     # Also above those of blocks that are not restored now; a larger one is damaged.
-    disk.skip_to(max((record.sequence for record in records if record.sequence < _SEQUENCE_END), default=0))
+    disk.skip_to(int(columns.sequences[columns.sequences < _SEQUENCE_END].max(initial=0)))
     slot_bytes_of = {
         ScopedId(header.scoped_id): header.slot_bytes
         for header in assignments.values()

@@ -39,6 +39,8 @@ class NvmeTier:
     def __init__(self, parts: Parts, *, recovered: Recovered) -> None:
         self._parts = parts
         self._recovered = recovered
+        for fault in recovered.faults:
+            parts.health.count(fault)
         self._codings = Codings(
             parts.store.element_bytes, candidates=parts.settings.codecs, forced=parts.settings.forced_codec
         )
@@ -171,7 +173,7 @@ class NvmeTier:
             segment_count=self._segments.count,
             segment_count_max=settings.segment_count_max,
             block_count=disk.block_count,
-            queue_bytes=parts.store.departing_bytes,
+            queue_bytes=parts.store.demoting_bytes,
             demoted_count=counts.demoted,
             demoted_bytes=counts.demoted_bytes,
             promoted_count=counts.promoted,

@@ -115,6 +115,8 @@ class StoreService:
         self.endpoints = Endpoints()
         self.nvme: NvmeTier | None = None
         """What is below memory, once it is open."""
+        self.closed_nvme: NvmeFigures | None = None
+        """What there is to say of it as long as it should be, and is not."""
         self._core = core
         self._arenas = arenas
         self._in_flight = in_flight
@@ -131,6 +133,10 @@ class StoreService:
         self._settled = asyncio.Event()
 
     # --- information
+
+    def nvme_figures(self) -> NvmeFigures | None:
+        """None: there is to be no such tier."""
+        return self.closed_nvme if self.nvme is None else self.nvme.figures()
 
     async def get_store_info(self, _: m.GetStoreInfoRequest, caller: Caller) -> m.StoreInfo:
         return m.StoreInfo(
@@ -172,7 +178,7 @@ class StoreService:
             + counters.refused_overloaded_count,
             uptime_s=self._clock() - self._started_s,
             namespaces=namespaces,
-            nvme=None if self.nvme is None else _nvme_stats(self.nvme.figures()),
+            nvme=None if (figures := self.nvme_figures()) is None else _nvme_stats(figures),
         )
 
     async def describe_namespaces(self, _: m.DescribeNamespacesRequest, caller: Caller) -> m.DescribeNamespacesResponse:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NewType
 
 SlotId = NewType("SlotId", int)
@@ -15,9 +16,12 @@ class SlotAllocator:
 
     __slots__ = ("_free", "_refs")
 
-    def __init__(self, *, slot_count: int) -> None:
+    def __init__(self, *, slot_count: int, taken: Collection[int] = ()) -> None:
+        """Each of `taken` has one holder; of the others the first is given out next."""
         self._refs = [0] * slot_count
-        self._free = [SlotId(slot) for slot in range(slot_count - 1, -1, -1)]
+        for slot in taken:
+            self._refs[slot] = 1
+        self._free = [SlotId(slot) for slot in range(slot_count - 1, -1, -1) if not self._refs[slot]]
 
     @property
     def slot_count(self) -> int:

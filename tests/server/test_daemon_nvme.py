@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import lmdb
 import numpy as np
 import pytest
 
@@ -15,6 +17,7 @@ from kvstore.keys import BlockHash, hash_blocks
 from kvstore.messages import BlockState, CutReason, NvmeState, StoreStats
 from kvstore_client import Client, ClientConfig
 from kvstore_client.results import PutState
+from kvstore_server.nvme.index import Index
 from tests.conftest import DaemonProcess
 from tests.faults import blocks
 from tests.server.test_daemon import ENVIRONMENT, FREE_PORTS, LONG_S, wait_until
@@ -179,6 +182,68 @@ def test_a_daemon_that_was_killed_has_all_that_was_on_the_disk(
         assert sum(found) >= kept_count
         states = [state for number in range(CHAIN_COUNT) for state in get(client, chain(number))]
         assert states.count(BlockState.HIT) >= kept_count
+    daemon.kill()
+
+
+LONG_CHAIN = hash_blocks([7] * (3 * MEMORY_BLOCKS * 16), tokens_per_block=16)
+
+
+def put_long_chain(client: Client) -> None:
+    """As a client does that is told to come again."""
+    done = 0
+    while done < len(LONG_CHAIN):
+        some = LONG_CHAIN[done : done + 64]
+        payloads = [blocks.right_bytes(SPACE, block_hash) for block_hash in some]
+        stored = client.put(SPACE, some, payloads, parent_hash=LONG_CHAIN[done - 1] if done else None)
+        assert stored.error is None
+        done += len(some) - stored.states.count(PutState.DROPPED)
+
+
+def test_a_chain_three_times_as_long_as_memory_is_stored_and_read_whole_and_after_a_kill_no_head_is_missing(
+    start_daemon: Callable[..., DaemonProcess], tmp_path: Path
+) -> None:
+    daemon = start_daemon("--nvme-path", str(tmp_path), "--nvme-capacity", "320MiB")
+    with connect(daemon) as client:
+        put_long_chain(client)
+        assert client.lookup(SPACE, LONG_CHAIN).matched_count == len(LONG_CHAIN)
+        figures = nvme_of(client.stats())
+        assert figures["demoted"] == figures["has"], "something was written twice"
+    daemon.restart()
+    with connect(daemon) as client:
+        found = client.lookup(SPACE, LONG_CHAIN)
+        assert found.matched_count == found.states.count(BlockState.HIT) >= len(LONG_CHAIN) - MEMORY_BLOCKS
+        put_long_chain(client)
+        for start in range(0, len(LONG_CHAIN), 36):
+            assert get(client, LONG_CHAIN[start : start + 36]) == [BlockState.HIT] * 36
+    daemon.kill()
+
+
+def test_a_folder_that_cannot_be_opened_is_said_and_tried_again_while_memory_serves(
+    start_daemon: Callable[..., DaemonProcess], tmp_path: Path
+) -> None:
+    """Here since another version wrote its index."""
+    Index(tmp_path / "index", map_bytes=4 << 20).close()
+    with lmdb.open(str(tmp_path / "index"), max_dbs=2) as env, env.begin(write=True, db=env.open_db(b"meta")) as txn:
+        stored = bytearray(txn.get(b"store") or b"")
+        stored[4] = 7
+        txn.put(b"store", bytes(stored))
+    daemon = start_daemon("--nvme-path", str(tmp_path), "--nvme-capacity", "320MiB")
+    with connect(daemon) as client:
+        put_chain(client, 0)
+        assert get(client, chain(0)) == [BlockState.HIT] * CHAIN_BLOCKS
+        closed = client.stats().nvme
+        assert closed is not None
+        assert closed.state is NvmeState.DEGRADED
+        assert "format version 7" in closed.reason
+        with urllib.request.urlopen(f"http://{daemon.metrics_address}/metrics", timeout=LONG_S) as response:
+            assert 'kvstore_nvme_state{state="degraded"} 1.0' in response.read().decode()
+        shutil.rmtree(tmp_path / "index")
+        wait_until(lambda: getattr(client.stats().nvme, "state", None) is NvmeState.OK)
+    assert daemon.stop() == 0
+    assert "nvme_closed" in daemon.log_path.read_text()
+    daemon.start()
+    with connect(daemon) as client:
+        assert get(client, chain(0)) == [BlockState.HIT] * CHAIN_BLOCKS
     daemon.kill()
 
 

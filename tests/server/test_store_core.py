@@ -357,10 +357,10 @@ class StoreCoreMachine(RuleBasedStateMachine):
                 assert state == ReserveState.ORPHAN
             elif state == ReserveState.OVERLOADED:
                 is_cut = True
-                assert self.core.departing_bytes, f"{number} is to wait for room, and none is on its way"
+                assert self.core.demoting_bytes, f"{number} is to wait for room, and none is on its way"
             elif state == ReserveState.FULL:
                 is_cut = True
-                assert not self.core.departing_bytes, f"{number} was refused for good, and room is on its way"
+                assert not self.core.demoting_bytes, f"{number} was refused for good, and room is on its way"
                 self.check_is_full(space, child_of=parent_key)
             else:
                 assert state == ReserveState.RESERVED

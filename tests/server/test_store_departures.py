@@ -13,7 +13,7 @@ from kvstore.eviction import Watermarks
 from kvstore.messages import BlockState, CommitState, OwnerId, ReservationId, ReserveState, TransferPath
 from kvstore.namespace import Namespace
 from kvstore.slab import SlotState
-from kvstore_server.core.space import SlabId, SlabSpace
+from kvstore_server.core.space import Place, SlabId, SlabSpace
 from kvstore_server.core.store import PROMOTER, BlockKey, Departure, Reservation, StoreCore
 from kvstore_server.core.tenants import DEFAULT_TENANT, scoped
 from tests.server.builders import (
@@ -82,6 +82,7 @@ class DeparturesMachine(StoreCoreMachine):
         self.lower = FakeLower()
         super().__init__(self.lower)
         self.taken: list[Departure] = []
+        self.copying: dict[Place, Key] = {}
         self.lost_count = 0
 
     def key_of(self, key: BlockKey) -> Key:
@@ -100,31 +101,61 @@ class DeparturesMachine(StoreCoreMachine):
             assert departure.parent_hash in (None, *(block_hash(number) for number in range(key[1])))
             assert self.lower.would_lose(departure.key), f"{key[1]} departs for nothing"
             self.departing[departure.block.place] = key
+        for departure in begun:
+            self.check_head_goes_first(self.departing[departure.block.place])
         return begun
+
+    def copied(self) -> list[Departure]:
+        """As `begun`, of those that stay."""
+        copied = [departure for place, departure in self.core._copying.items() if place not in self.copying]
+        for departure in copied:
+            key = self.key_of(departure.key)
+            assert departure.block.place == self.place_of(key)
+            assert departure.key not in self.lower.kept, f"{key[1]} is copied for nothing"
+            assert departure.block.place not in self.departing
+            self.copying[departure.block.place] = key
+        return copied
+
+    def check_head_goes_first(self, key: Key) -> None:
+        """Of its ancestors, up to the first that is below or on its way there, none is left out."""
+        parents = {key: parent for key, (_, parent) in self.stored.items()}
+        parents |= {key: hold.parent for key, hold in self.pending().items()}
+        parent = parents[key]
+        while parent is not None and parent in parents and self.block_key(parent) not in self.lower.kept:
+            if parent in self.stored:
+                place = self.place_of(parent)
+                assert place in self.core._departing or place in self.core._copying, (
+                    f"{key[1]} leaves before {parent[1]}"
+                )
+                return
+            parent = parents[parent]
 
     def check_lower_tier(self, gone: list[Key], *, is_waited_for: bool) -> None:
         lost_count = sum(self.lower.would_lose(self.block_key(key)) for key in gone)
         assert is_waited_for or not lost_count, "blocks were lost for the sake of nobody"
         self.lost_count += lost_count
-        begun = self.begun()
+        begun, copied = self.begun(), self.copied()
         # Between tenants a whole slab goes at once, whatever is in it.
         is_shared = self.core.space.tenant_count > 1
-        assert is_shared or not (is_waited_for and begun and lost_count), (
+        assert is_shared or not (is_waited_for and (begun or copied) and lost_count), (
             "blocks were lost, and others departed, at once"
         )
+        self.held.update(departure.block.place for departure in copied)
         for departure in begun:
             place = departure.block.place
             assert self.held[place] == 1, f"{departure.key} departs while held {self.held[place] - 1} times"
             self.held[place] += 1
-        is_alone = len(self.departing) == 1  # one may always depart, however large it is
-        assert not begun or is_alone or self.core.departing_bytes <= self.departing_bytes_max
+        is_alone = len(self.departing) + len(self.copying) == 1  # one may always go down, however large it is
+        is_within = self.core.demoting_bytes <= self.departing_bytes_max
+        assert is_within or is_alone or not (begun or copied)
 
     def drop_stored(self, key: Key) -> None:
         place = self.place_of(key)
         super().drop_stored(key)
-        if place in self.departing and all(departure.block.place != place for departure in self.taken):
-            del self.departing[place]  # nobody copies from it yet, and nobody will
-            self.release(place)
+        for demoting in (self.departing, self.copying):
+            if place in demoting and all(departure.block.place != place for departure in self.taken):
+                del demoting[place]  # nobody copies from it yet, and nobody will
+                self.release(place)
 
     # --- what the lower tier does
 
@@ -141,7 +172,8 @@ class DeparturesMachine(StoreCoreMachine):
         departures = self.core.take_departures()
         places = {departure.block.place for departure in departures}
         assert len(places) == len(departures)
-        assert places == self.departing.keys() - {departure.block.place for departure in self.taken}
+        demoting = self.departing.keys() | self.copying.keys()
+        assert places == demoting - {departure.block.place for departure in self.taken}
         for index, departure in enumerate(departures):
             later = {later.key for later in departures[index:]}
             assert departure.parent_hash is None or BlockKey(departure.key[0], departure.parent_hash) not in later
@@ -154,19 +186,22 @@ class DeparturesMachine(StoreCoreMachine):
         if is_written:
             self.lower.kept.add(departure.key)
         place = departure.block.place
-        key = self.departing.pop(place)
+        stays = place in self.copying
+        key = self.copying.pop(place) if stays else self.departing.pop(place)
         is_stored = key in self.stored and self.place_of(key) == place
         evicted_count = self.core.counters.evicted_count
         assert self.core.end_departure(departure) == is_stored
-        assert self.core.counters.evicted_count == evicted_count + is_stored
         self.release(place)
-        if is_stored:
+        if is_stored and not stays:
+            evicted_count += 1
             self.drop_stored(key)
+        assert self.core.counters.evicted_count == evicted_count
         self.evicting(self.core.evict_to_low_watermark)
 
     @rule()
     def depart_all(self) -> None:
-        staying = {key for key in self.stored if self.place_of(key) not in self.departing}
+        demoting = self.departing.keys() | self.copying.keys()
+        staying = {key for key in self.stored if self.place_of(key) not in demoting}
         undemoted = {key for key in staying if self.lower.would_lose(self.block_key(key))}
         assert self.core.depart_all(now_s=self.now_s) == len(undemoted)
         begun = self.begun()
@@ -231,13 +266,14 @@ class DeparturesMachine(StoreCoreMachine):
     def figures_of_departures_agree_with_the_model(self) -> None:
         slot_bytes = self.core.space.slot_bytes
         assert self.core.departing_bytes == sum(slot_bytes(key[0].id) for key in self.departing.values())
+        assert self.core.copying_bytes == sum(slot_bytes(key[0].id) for key in self.copying.values())
         assert self.core.counters.dropped_undemoted_count == self.lost_count
 
     def teardown(self) -> None:
         self.core.end_promotion([(reservation, None) for _, reservation in self.promoting])
         for departure in [*self.taken, *self.core.take_departures()]:
             self.core.end_departure(departure)
-        assert self.core.departing_bytes == 0
+        assert self.core.demoting_bytes == 0
         super().teardown()
 
 
@@ -300,14 +336,16 @@ def demoted(core: StoreCore, lower: FakeLower) -> list[int]:
 
 
 def one_departing(core: StoreCore) -> Departure:
-    """Of a chain 1, 2 its tail, which was handed out."""
+    """Of a chain 1, 2 its tail, which was handed out; its head was copied."""
     put(core, 1, 2)
-    core._watermarks = Watermarks(high=0.1, low=0.1)
-    core.departing_bytes_max = SLOT_BYTES
+    watermarks, share = core._watermarks, 1.5 * SLOT_BYTES / core.space.ready_bytes
+    core._watermarks = Watermarks(high=share, low=share)
     assert core.evict_to_low_watermark() == 1
-    (departure,) = core.take_departures()
-    assert number_of(departure.key) == 2
-    return departure
+    core._watermarks = watermarks
+    head, tail = core.take_departures()
+    assert (number_of(head.key), number_of(tail.key)) == (1, 2)
+    core.end_departure(head)
+    return tail
 
 
 def test_what_the_lower_tier_wants_departs_and_is_readable_until_it_has_left() -> None:
@@ -367,6 +405,100 @@ def test_blocks_that_are_below_already_leave_even_if_nothing_more_can_depart() -
     assert states_of(core, 0, 1, 2, 3) == [BlockState.HIT, BlockState.MISS, BlockState.MISS, BlockState.HIT]
 
 
+def test_a_tail_that_leaves_goes_down_after_copies_of_its_ancestors_which_then_leave_for_nothing() -> None:
+    core, lower = make(high=0.75, low=0.5)  # of 16 slots: 12 and 8
+    put(core, *range(13))
+    assert departing(core) == [12, 11, 10, 9, 8]
+    assert core.copying_bytes == 8 * SLOT_BYTES
+    assert core.evict_to_low_watermark() == 0
+    assert demoted(core, lower) == list(range(13)), "head first"
+    assert states_of(core, *range(13)) == [BlockState.HIT] * 8 + [BlockState.MISS] * 5
+    assert (core.demoting_bytes, core.counters.departed_count, core.counters.evicted_count) == (0, 5, 5)
+    core._watermarks = Watermarks(high=0.1, low=0.1)
+    core.evict_to_low_watermark()
+    assert (core.block_count, core.take_departures()) == (1, [])
+    assert core.counters.dropped_undemoted_count == 0
+    core.check_invariants()
+
+
+def test_ancestors_of_several_tails_are_copied_once_and_stay_while_one_of_these_does() -> None:
+    core, lower = make(high=0.75, low=0.5)
+    put(core, 0, 1)
+    for tail in range(2, 13):
+        put(core, tail, parent=1)
+    assert demoted(core, lower) == [0, 1, 6, 5, 4, 3, 2]
+    assert states_of(core, 0, 1, 2, 7) == [BlockState.HIT, BlockState.HIT, BlockState.MISS, BlockState.HIT]
+    put(core, *range(20, 26))
+    assert not {0, 1} & set(demoted(core, lower)), "nothing is written twice"
+
+
+def test_as_long_as_its_ancestors_are_not_all_on_their_way_a_block_does_not_leave() -> None:
+    core, lower = make(high=0.75, low=0.5, departing_count_max=3)
+    put(core, *range(13))
+    written: list[int] = []
+    for _ in range(4):
+        assert (departing(core), core.copying_bytes) == ([], 3 * SLOT_BYTES)
+        written += demoted(core, lower)
+        core.evict_to_low_watermark()
+    assert written == list(range(12))
+    assert departing(core) == [12]
+    assert core.block_count == 9, "of the others each was below already"
+
+
+def test_a_damaged_block_that_was_to_be_copied_is_not_handed_out() -> None:
+    core, _ = make(high=0.75, low=0.5)
+    put(core, *range(13))
+    core.quarantine(SMALL.id, block_hash(0), core.stored(SMALL.id)[block_hash(0)])
+    core.check_invariants()
+    first, second, *others = core.take_departures()
+    assert (number_of(first.key), number_of(second.key)) == (1, 2)
+    core.quarantine(SMALL.id, block_hash(1), first.block)
+    core.check_invariants()
+    assert [core.end_departure(one) for one in (first, second, *others)] == [False] + [True] * 11
+    assert core.space.used_bytes == 6 * SLOT_BYTES
+    core.check_invariants()
+
+
+def test_a_chain_that_is_longer_than_memory_is_stored_whole_each_block_once() -> None:
+    core, lower = make(slab_count=1)  # of 4 slots
+    written: list[int] = []
+    number = 0
+    for _ in range(40):
+        states, reservations = reserve(core, number, number + 1, parent=number - 1 if number else None)
+        assert ReserveState.FULL not in states, "there will be room later"
+        for reservation in filter(None, reservations):
+            commit(core, reservation)
+        number += 2 - reservations.count(None)
+        core.check_invariants()
+        written += demoted(core, lower)
+        if number >= 12:
+            break
+    assert written == list(range(len(written))), "each once, head first"
+    in_memory = [state == BlockState.HIT for state in states_of(core, *range(12))]
+    assert number >= 12
+    assert all(there or one < len(written) for one, there in enumerate(in_memory))
+    assert core.counters.dropped_undemoted_count == 0
+
+
+def test_a_chain_that_is_longer_than_memory_is_promoted_behind_its_own_head() -> None:
+    core, lower = make(slab_count=1)
+    lower.kept.update(map(small, range(12)))
+    for first in range(0, 12, 2):
+        reservations = promote(core, first, first + 1, parent=first - 1 if first else None)
+        assert None not in reservations
+        core.end_promotion([(one, 1152) for one in reservations if one])
+    assert states_of(core, 10, 11) == [BlockState.HIT] * 2
+    assert core.counters.dropped_undemoted_count == 0
+
+
+def test_the_head_of_a_chain_that_fills_memory_stays_where_the_lower_tier_does_not_want_it() -> None:
+    core, lower = make(slab_count=1)
+    put(core, *range(4))
+    lower.wants_nothing = True
+    assert reserve(core, 4, parent=3)[0] == [ReserveState.FULL]
+    assert states_of(core, *range(4)) == [BlockState.HIT] * 4
+
+
 def test_departures_are_handed_out_once_and_parents_before_their_children() -> None:
     core, _ = make(high=0.75, low=0.25)
     put(core, 1, 2, 3)
@@ -375,7 +507,7 @@ def test_departures_are_handed_out_once_and_parents_before_their_children() -> N
     departures = core.take_departures()
     numbers = [number_of(departure.key) for departure in departures]
     assert [number for number in numbers if number < 10] == [1, 2, 3]
-    assert [number for number in numbers if number > 10] == [15, 16, 17, 18, 19, 20]
+    assert [number for number in numbers if number > 10] == list(range(11, 21)), "with their ancestors"
     parents = {number_of(departure.key): departure.parent_hash for departure in departures}
     assert (parents[1], parents[2], parents[3]) == (None, block_hash(1), block_hash(2))
     assert core.take_departures() == []
@@ -560,23 +692,23 @@ def test_while_room_is_on_its_way_a_put_is_refused_and_nothing_is_lost_for_it() 
     """Heads of chains whose tails have departed already would be the first to go."""
     core, lower = make(slab_count=1, high=0.8, low=0.5, departing_count_max=1)
     put(core, *range(4))
+    for copied in range(3):
+        core.evict_to_low_watermark()
+        assert (core.departing_bytes, core.copying_bytes) == (0, SLOT_BYTES)
+        assert reserve(core, 8, 9)[0] == [ReserveState.OVERLOADED, ReserveState.ORPHAN]
+        assert demoted(core, lower) == [copied]
     core.evict_to_low_watermark()
-    assert core.departing_bytes == SLOT_BYTES
-    states, _ = reserve(core, 8, 9)
-    assert states == [ReserveState.OVERLOADED, ReserveState.ORPHAN]
-    assert core.counters.refused_overloaded_count == 1
-    assert core.counters.dropped_undemoted_count == 0
-    (departure,) = core.take_departures()
-    lower.kept.add(departure.key)
-    core.end_departure(departure)
+    assert departing(core) == [3]
+    assert states_of(core, 0, 1, 2, 3) == [BlockState.HIT, BlockState.HIT, BlockState.MISS, BlockState.HIT]
     assert reserve(core, 8)[0] == [ReserveState.RESERVED]
+    assert (core.counters.refused_overloaded_count, core.counters.dropped_undemoted_count) == (3, 0)
 
 
 def test_a_block_that_is_wanted_now_is_promoted_at_the_cost_of_what_only_memory_has() -> None:
     core, _ = make(slab_count=1, high=0.8, low=0.5, departing_count_max=1)
     put(core, *range(4))
     core.evict_to_low_watermark()
-    assert core.departing_bytes
+    assert core.demoting_bytes
     assert promote(core, 9) != [None]
     assert core.counters.dropped_undemoted_count == 1
 

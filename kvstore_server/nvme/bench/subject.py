@@ -75,7 +75,7 @@ class TierSubject:
         while store.evict_to_low_watermark():
             pass
         self._tier.wake()
-        while store.departing_bytes:
+        while store.demoting_bytes:
             settled.clear()
             await settled.wait()
         elapsed_s = time.perf_counter() - started_s

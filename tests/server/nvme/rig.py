@@ -200,7 +200,7 @@ class Rig:
         await settled()
         self.core.check_invariants()
         parts.disk.check_invariants()
-        assert self.core.departing_bytes == 0, f"{self.core.departing_bytes} bytes depart for ever"
+        assert self.core.demoting_bytes == 0, f"{self.core.demoting_bytes} bytes depart for ever"
         assert self.core.reservation_count == 0, f"{self.core.reservation_count} blocks are pending for ever"
         assert not self.tier._promotion._loading, "something is being read for ever"
         assert self.tier._promotion.queued_bytes == 0, "bytes are queued for ever"

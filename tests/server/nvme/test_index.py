@@ -16,6 +16,7 @@ from pathlib import Path
 
 import lmdb
 import pytest
+from lmdb import verify as lmdb_verify
 
 from kvstore.keys import BlockHash
 from kvstore_server.nvme.crash import CRASH_VARIABLE
@@ -27,6 +28,7 @@ from kvstore_server.nvme.index import (
     IndexVersionError,
     remove_index,
 )
+from kvstore_server.nvme.index_pages import find_damage
 
 _MAP_BYTES = 4 << 20
 _PAGE_BYTES = 4096
@@ -341,11 +343,9 @@ def test_a_tree_that_claims_to_be_of_another_kind_is_damage(tmp_path: Path, name
             Index(tmp_path, map_bytes=_MAP_BYTES)
 
 
-def test_no_damage_ends_the_process(tmp_path: Path) -> None:
+def _damaged(data: bytes, *, seed: int) -> list[bytes]:
     """Truncation, flipped bits in each part of the first pages and anywhere else, and whole pages replaced."""
-    _fill(tmp_path / "whole")
-    data = (tmp_path / "whole" / "data.mdb").read_bytes()
-    page_count, chosen = len(data) // _PAGE_BYTES, random.Random(4)
+    page_count, chosen = len(data) // _PAGE_BYTES, random.Random(seed)
     damaged: list[bytes] = [data[: chosen.randrange(1, len(data))] for _ in range(40)]
     for page in range(2):
         for bit in range(0, 160 * 8, 11):
@@ -359,6 +359,62 @@ def test_no_damage_ends_the_process(tmp_path: Path) -> None:
     for number in range(2, page_count, 3):
         page_bytes = bytes(_PAGE_BYTES) if number % 2 else chosen.randbytes(_PAGE_BYTES)
         damaged.append(data[: number * _PAGE_BYTES] + page_bytes + data[(number + 1) * _PAGE_BYTES :])
+    return damaged
+
+
+def _is_damaged_to_lmdb(path: Path) -> bool:
+    try:
+        return bool(lmdb_verify.verify(str(path), subdir=False))  # type: ignore[no-untyped-call]
+    except (lmdb_verify.VerifyError, struct.error, LookupError, ValueError, RecursionError):
+        return True
+
+
+def test_whatever_damage_the_verifier_of_lmdb_finds_is_found(tmp_path: Path) -> None:
+    _fill(tmp_path)
+    path = tmp_path / "data.mdb"
+    data = path.read_bytes()
+    words = random.Random(1)
+    for content in [*_damaged(data, seed=1), *(_with_a_wrong_word(data, words) for _ in range(400))]:
+        path.write_bytes(content)
+        assert find_damage(path) is not None or not _is_damaged_to_lmdb(path)
+
+
+def _with_a_wrong_word(data: bytes, chosen: random.Random) -> bytes:
+    """Near the start of a page or at its entries' headers, where numbers are that LMDB goes by."""
+    page = chosen.randrange(len(data) // _PAGE_BYTES) * _PAGE_BYTES
+    at = page + 2 * chosen.randrange(80)
+    if chosen.random() < 0.5:
+        at = page + int.from_bytes(data[page + 16 : page + 18], "little") % (_PAGE_BYTES - 8) + 2 * chosen.randrange(4)
+    value = chosen.choice([0, 1, 2, 4, 0x10, 56, 64, 0x0FFF, 0xFFFF, chosen.randrange(1 << 16)])
+    return data[:at] + struct.pack("<H", value) + data[at + 2 :]
+
+
+def test_nothing_is_found_in_a_sound_index_whatever_has_been_done_with_it(tmp_path: Path) -> None:
+    chosen = random.Random(3)
+    tenants = [_NOBODY, *(bytes([letter]) * length + _NOBODY for letter, length in ((97, 1), (98, 7), (99, 224)))]
+    kept: list[IndexRecord] = []
+    path = tmp_path / "data.mdb"
+    for turn, count in enumerate([0, 1, 30, 3000, 20, 4000, 1, 0, 500]):
+        index = Index(tmp_path, map_bytes=16 << 20)
+        old = [kept.pop(chosen.randrange(len(kept))) for _ in range(len(kept) * turn // 9)]
+        new = [_record(10_000 * turn + number, scoped_id=chosen.choice(tenants)) for number in range(count)]
+        index.apply(new, _keys(old))
+        kept += new
+        index.close()
+        assert (find_damage(path), _is_damaged_to_lmdb(path)) == (None, False)
+    index = Index(tmp_path, map_bytes=16 << 20)
+    index.clear()
+    index.close()
+    assert (find_damage(path), _is_damaged_to_lmdb(path)) == (None, False)
+    # What other versions might keep.
+    with lmdb.open(str(tmp_path), max_dbs=2) as env, env.begin(write=True, db=env.open_db(b"blocks")) as txn:
+        txn.put(_NOBODY + _hash(2), bytes(50_000))
+    assert (find_damage(path), _is_damaged_to_lmdb(path)) == (None, False)
+
+
+def test_no_damage_ends_the_process(tmp_path: Path) -> None:
+    _fill(tmp_path / "whole")
+    damaged = _damaged((tmp_path / "whole" / "data.mdb").read_bytes(), seed=4)
     folders = [tmp_path / str(number) for number in range(len(damaged))]
     for folder, content in zip(folders, damaged, strict=True):
         folder.mkdir()

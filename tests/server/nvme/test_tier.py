@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from kvstore_server.core.tenants import DEFAULT_TENANT, Tenant
-from kvstore_server.nvme.format import StoredCodec
+from kvstore_server.nvme.device import Device
+from kvstore_server.nvme.format import SEGMENT_HEADER_BYTES, StoredCodec
 from tests.server.builders import LARGE, MIDDLE, SMALL, block_hash
+from tests.server.nvme.faulty import FaultyDevice
 from tests.server.nvme.rig import Rig
+from tests.server.test_service import is_soon
 
 OpenRig = Callable[..., Awaitable[Rig]]
 
@@ -90,3 +94,60 @@ async def test_a_load_that_finds_no_room_in_time_is_a_miss_and_no_fault_of_the_d
     assert rig.tier.may_read()
     assert not any(rig.tier.figures().fault_counts.values())
     assert rig.core.counters.dropped_undemoted_count == 0
+
+
+class FirstWriteHeld:
+    """A device of which the first slot is not written before a test says so."""
+
+    def __init__(self, inner: Device) -> None:
+        self._inner = inner
+        self.may_go_on = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def write(self, index: int, offset: int, buffers: Sequence[memoryview]) -> None:
+        if (index, offset) == (0, SEGMENT_HEADER_BYTES):
+            assert self.may_go_on.wait(30.0)
+        self._inner.write(index, offset, buffers)
+
+
+async def test_blocks_are_found_only_once_those_before_them_are_however_long_these_take(open_rig: OpenRig) -> None:
+    held: list[FirstWriteHeld] = []
+
+    def hold(device: FaultyDevice) -> None:
+        held.append(FirstWriteHeld(device.inner))
+        device.inner = cast("Device", held[-1])
+
+    rig = await open_rig(batch_count=2, before_open=hold)
+    assert rig.put(range(6)) == 6
+    flushing = asyncio.ensure_future(rig.demote_all())
+    # Of the segment's header, and of two batches behind the one that is held.
+    await is_soon(lambda: rig.disk.calls["sync"] == 3)
+    assert rig.on_disk() == set()
+    held[0].may_go_on.set()
+    await flushing
+    assert rig.on_disk() == {block_hash(number) for number in range(6)}
+
+
+async def test_wherever_writing_ends_every_block_on_the_disk_has_those_before_it(open_rig: OpenRig) -> None:
+    rig = await open_rig(namespaces=(LARGE,), slab_count=4, segment_count=4, batch_count=1)
+    for step in range(12):
+        rig.put([step], LARGE, parent=step - 1 if step else None)
+    assert rig.core.demoting_bytes, "memory is fuller than it should be"
+    writing = asyncio.ensure_future(rig.tier.run())
+    rig.tier.wake()
+    seen: set[int] = set()
+    async with asyncio.timeout(30.0):
+        while rig.core.demoting_bytes:
+            there = rig.on_disk(LARGE)
+            assert there == {block_hash(number) for number in range(len(there))}
+            seen.add(len(there))
+            await asyncio.sleep(0)
+    writing.cancel()
+    assert len(seen) > 3
+    await rig.crash()
+    await rig.open()
+    there = rig.on_disk(LARGE)
+    assert there == {block_hash(number) for number in range(len(there))}
+    assert rig.tier.figures().write_amplification < 1.1

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from structlog.testing import capture_logs
@@ -22,6 +22,7 @@ from kvstore.envelope import ENVELOPE_BYTES
 from kvstore.keys import BlockHash
 from kvstore.messages import BlockState, LeaseId
 from kvstore_server.core.disk_health import HINTS, PAUSE_INITIAL_S, READ_ERRORS_IN_A_ROW_MAX, DiskFault
+from kvstore_server.nvme.device import Device
 from kvstore_server.nvme.format import DISK_HEADER_BYTES, StoredCodec
 from kvstore_server.nvme.index import IndexRecord
 from kvstore_server.nvme.recovery import INDEX_FOLDER
@@ -347,6 +348,7 @@ async def test_a_segment_that_cannot_be_read_at_the_start_is_kept_for_one_when_i
         await rig.reopen()
     line = next(line for line in logs if line["event"] == "nvme_segment_unreadable")
     assert line["hint"]
+    assert rig.fault_counts == {DiskFault.UNREADABLE: 1}
     found = await rig.get(range(2 * SLOTS), LARGE)
     assert {number for number, payload in enumerate(found) if payload is None} == set(lost)
     await demote(rig, range(20, 20 + 4 * SLOTS))  # more than the rest holds: what cannot be read is not written over
@@ -411,6 +413,7 @@ async def test_a_segment_that_was_truncated_while_closed(open_rig: OpenRig, cloc
     with capture_logs() as logs:
         await rig.open()
     assert next(line for line in logs if line["event"] == "nvme_segment_removed")["hint"]
+    assert rig.fault_counts == {DiskFault.TRUNCATED: 1}
     assert rig.tier.figures().refused_record_count == len(gone)
     found = await rig.get(range(2 * SLOTS), LARGE)
     assert [number for number, payload in enumerate(found) if payload is None] == gone
@@ -686,6 +689,27 @@ async def test_the_index_map_is_full(open_rig: OpenRig, clock: Clock) -> None:
     assert None not in await rig.get(range(2000, 2100))
 
 
+async def test_for_what_an_index_has_no_room_for_the_coldest_blocks_leave_tails_first(
+    open_rig: OpenRig, clock: Clock
+) -> None:
+    rig = await open_rig(namespaces=(SMALL,), index_map_bytes=512 << 10, batch_count=8, slab_count=6, segment_count=16)
+    starts = range(0, 3600, 400)
+    with said(rig, DiskFault.INDEX_FULL, event="nvme_fault"):
+        for start in starts:
+            await demote(rig, range(start, start + 400), SMALL)
+    assert rig.fault_counts[DiskFault.INDEX_FULL] < 20, "it is said of every batch"
+    assert rig.tier.figures().state == "ok"
+    there = {int.from_bytes(one, "big") for one in rig.on_disk()}
+    assert len(there) < 3600 < rig.tier.figures().segment_count_max * 255, "the segments have room for all"
+    counts = [len(there & set(range(start, start + 400))) for start in starts]
+    assert counts[0] == 0
+    assert counts[-1] == 400
+    assert there == {start + number for start, count in zip(starts, counts, strict=True) for number in range(count)}
+    await rig.reopen()
+    assert {int.from_bytes(one, "big") for one in rig.on_disk()} == there
+    assert None not in await rig.get(range(3500, 3600))
+
+
 @pytest.mark.parametrize("damage", ["garbage", "deleted", "emptied"])
 async def test_a_damaged_index_is_built_anew(open_rig: OpenRig, clock: Clock, damage: str) -> None:
     rig = await open_rig(namespaces=(LARGE, SMALL))
@@ -715,7 +739,7 @@ class BrokenIndex:
 
     def __init__(self, inner: Any, number: int) -> None:
         self.inner, self.number = inner, number
-        self.store_id, self.size_bytes = inner.store_id, inner.size_bytes
+        self.store_id, self.size_bytes, self.fill_share = inner.store_id, inner.size_bytes, inner.fill_share
 
     def apply(self, puts: Sequence[IndexRecord], deletes: Sequence[tuple[bytes, BlockHash]]) -> None:
         raise OSError(self.number, os.strerror(self.number))
@@ -774,6 +798,61 @@ async def test_figures_can_be_told_when_the_index_was_deleted_by_hand(open_rig: 
     assert None not in await rig.get([0, 1, 3], LARGE)
     await rig.reopen()
     assert None not in await rig.get([0, 1, 3], LARGE)
+
+
+# --- what nobody has foreseen
+
+
+class Surprising:
+    """A device, of which one call ends in a way that no device should have."""
+
+    def __init__(self, inner: Device, call: str) -> None:
+        self._inner = inner
+        self.call = call
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self.call:
+            self.call = ""
+            raise RuntimeError("nobody has thought of this")
+        return getattr(self._inner, name)
+
+
+def check_bug_is_said(rig: Rig, logs: Sequence[Any], what: str) -> None:
+    with_traceback, degraded = [line for line in logs if line["event"] in ("nvme_unexpected", "nvme_degraded")]
+    assert with_traceback["exc_info"]
+    assert with_traceback["what"] == what
+    assert degraded["hint"] == HINTS[DiskFault.UNEXPECTED]
+    assert "nobody has thought of this" in degraded["reason"]
+    assert rig.fault_counts[DiskFault.UNEXPECTED] == 1
+
+
+@pytest.mark.parametrize("call", ["write", "sync"])
+async def test_a_bug_in_writing_is_logged_and_the_tier_says_so_and_goes_on(
+    open_rig: OpenRig, clock: Clock, call: str
+) -> None:
+    rig = await open_rig(namespaces=(LARGE,))
+    await demote(rig, range(2))
+    rig.disk.inner = cast("Device", Surprising(rig.disk.inner, call))
+    with capture_logs() as logs:
+        await demote(rig, [5])
+    check_bug_is_said(rig, logs, "writing")
+    assert is_degraded(rig, DiskFault.UNEXPECTED, "nothing is written")
+    await recovers(rig, clock, [6])
+    assert rig.on_disk(LARGE) == {block_hash(number) for number in (0, 1, 6)}
+
+
+async def test_a_bug_in_reading_is_a_miss_and_logged_and_the_tier_says_so_and_goes_on(
+    open_rig: OpenRig, clock: Clock
+) -> None:
+    rig = await open_rig(namespaces=(LARGE,))
+    await demote(rig, range(2))
+    rig.disk.inner = cast("Device", Surprising(rig.disk.inner, "read"))
+    with capture_logs() as logs:
+        assert await rig.get([0], LARGE) == [None]
+    check_bug_is_said(rig, logs, "reading")
+    assert is_degraded(rig, DiskFault.UNEXPECTED, "nothing is read")
+    await recovers(rig, clock, [6])
+    assert None not in await rig.get([0, 1], LARGE)
 
 
 # --- a folder that somebody has changed

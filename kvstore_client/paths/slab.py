@@ -469,7 +469,14 @@ class SlabLink:
                 session.close()
                 raise OtherEpochError(f"{path} belongs to another daemon, or another start of it")
             self._sessions[access] = session
-            return session
+        return self._still_open(session)
+
+    def _still_open(self, session: SlabSession) -> SlabSession:
+        """`close` does not wait for who is attaching, so that one may be there first, or see nothing of it."""
+        if self._is_closed:
+            self.drop(session)
+            raise UnavailableError("the client is closed")
+        return session
 
     def drop(self, session: SlabSession) -> None:
         """Lets go of a session that has ended, or of one whose daemon is not the one that answers now."""

@@ -79,9 +79,10 @@ def test_the_program_in_the_agent_page_goes_on_from_the_client_page(daemon: Daem
     assert said.splitlines()[1:] == ["6 stored, 6 resident, flushed: True"]
 
 
-def test_the_transformers_example_says_how_it_is_used() -> None:
+@pytest.mark.parametrize("name", ["generate.py", "batch.py"])
+def test_the_transformers_examples_say_how_they_are_used(name: str) -> None:
     pytest.importorskip("transformers")
-    command = [sys.executable, str(ROOT / "examples" / "transformers_prefix.py")]
+    command = [sys.executable, str(ROOT / "examples" / "transformers" / name)]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     assert answer.returncode == 1
-    assert answer.stderr.startswith("usage: transformers_prefix.py MODEL [DOCUMENT]")
+    assert answer.stderr.startswith(f"usage: {name} MODEL [DOCUMENT]")

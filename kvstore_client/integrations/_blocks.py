@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -19,6 +20,8 @@ from kvstore_client.integrations._identity import position_settings
 
 TOKEN_IDS_ONLY = "token-ids"  # noqa: S105  (not that kind of token)
 """As `Namespace.tokenizer`: blocks depend on the ids, not on their spelling."""
+
+_HEX_HASH = re.compile(f"[0-9a-fA-F]{{{2 * HASH_BYTES}}}")
 
 _Settings = TypeVar("_Settings", bound="StoreSettings")
 
@@ -61,10 +64,7 @@ def to_block_hash(key: bytes | str) -> BlockHash:
     Text of 64 hexadecimal digits is the 32 bytes that it spells.
     """
     if isinstance(key, str):
-        try:
-            raw = bytes.fromhex(key) if len(key) == 2 * HASH_BYTES else key.encode()
-        except ValueError:
-            raw = key.encode()
+        raw = bytes.fromhex(key) if _HEX_HASH.fullmatch(key) else key.encode()
     else:
         raw = key
     return BlockHash(raw if len(raw) == HASH_BYTES else blake3(raw).digest())

@@ -112,9 +112,10 @@ def test_a_snapshot_of_a_hub_is_known_by_its_commit_and_not_read(tmp_path: Path)
     assert model_revision(str(snapshot)) == f"commit:{COMMIT}"
 
 
-def test_a_folder_that_is_only_named_like_a_commit_is_read(tmp_path: Path) -> None:
-    folder = tmp_path / COMMIT
-    folder.mkdir()
+@pytest.mark.parametrize("name", [COMMIT, "snapshots/main", f"snapshots/{COMMIT}x", f"snapshots/{COMMIT}/part"])
+def test_a_folder_that_is_only_named_like_a_commit_is_read(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir(parents=True)
     (folder / "a.safetensors").write_bytes(b"1")
     assert weights_revision(str(folder)).startswith("blake3:")
 

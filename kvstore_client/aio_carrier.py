@@ -32,7 +32,7 @@ from kvstore_client.flows.steps import (
 )
 from kvstore_client.guard import Guard
 from kvstore_client.paths.slab import SlabSession
-from kvstore_client.paths.slab_calls import IDEMPOTENT, SessionLostError
+from kvstore_client.paths.slab_calls import IDEMPOTENT, AttachRefusedError, SessionLostError
 from kvstore_client.paths.slab_calls_aio import AsyncCalls
 from kvstore_client.paths.ways import Ways
 from kvstore_client.unseen import UnseenHits
@@ -116,7 +116,10 @@ class AsyncCarrier:
         if session is not None:
             try:
                 return await self._over_slab(session, step)
-            except SessionLostError:
+            except (AttachRefusedError, SessionLostError) as error:
+                # A daemon that was started anew refuses connections for a session that it has never heard of.
+                if isinstance(error, AttachRefusedError) and session.is_alive():
+                    raise
                 self._ways.lost(session)
                 self._calls.forget(session.id)
                 if step.method.name not in IDEMPOTENT:

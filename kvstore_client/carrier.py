@@ -31,7 +31,7 @@ from kvstore_client.flows.steps import (
 from kvstore_client.forks import mend_after_fork
 from kvstore_client.guard import Guard
 from kvstore_client.paths.slab import Arena, SlabSession
-from kvstore_client.paths.slab_calls import IDEMPOTENT, SessionLostError
+from kvstore_client.paths.slab_calls import IDEMPOTENT, AttachRefusedError, SessionLostError
 from kvstore_client.paths.ways import Ways
 from kvstore_client.unseen import UnseenHits
 
@@ -121,7 +121,10 @@ class Carrier:
         if session is not None:
             try:
                 return session.calls.call(step.method, step.request, timeout_s=step.timeout_s)
-            except SessionLostError:
+            except (AttachRefusedError, SessionLostError) as error:
+                # A daemon that was started anew refuses connections for a session that it has never heard of.
+                if isinstance(error, AttachRefusedError) and session.is_alive():
+                    raise
                 self._ways.lost(session)
                 if step.method.name not in IDEMPOTENT:
                     raise

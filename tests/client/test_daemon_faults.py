@@ -59,6 +59,27 @@ def test_a_stopped_daemon_costs_one_deadline_and_comes_back_by_itself(
     assert (stats.lease_count, stats.reservation_count) == (0, 0)
 
 
+@pytest.mark.parametrize("transport", ["auto", "slab"])
+def test_a_daemon_that_is_started_anew_while_it_hangs_is_found_again(
+    connect: Connect, daemon: Any, transport: str
+) -> None:
+    """Kind of fault (users' reports): "engine never re-registered". No connection is left by then that could break."""
+    quick = {"breaker_cooldown_initial_s": 0.05, "breaker_cooldown_max_s": 0.1}
+    config = ClientConfig(transport=transport, attach_timeout_s=0.5, control_timeout_s=0.5, **quick)
+    client = connect(daemon.unix_address, config=config)
+    space, hashes = namespace(), chain(2)
+    data = b"".join(payloads(space, 2))
+    assert client.put(space, hashes, data).stored_count == 2
+    daemon.pause()
+    assert isinstance(client.lookup(space, chain(2, seed=9)).error, DeadlineExceededError)
+    daemon.restart()
+    come_back(client)
+    assert client.put(space, hashes, data).stored_count == 2
+    into = bytearray(512)
+    assert client.get(space, hashes, into).matched_count == 2
+    assert into == data
+
+
 def test_a_daemon_stopped_in_mid_stream_ends_by_the_deadline(connect: Connect, daemon: Any) -> None:
     config = ClientConfig(transport="grpc", data_timeout_base_s=0.5, data_rate_min_bytes_per_s=64 << 20)
     client = connect(daemon.address, config=config)

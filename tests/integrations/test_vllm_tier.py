@@ -70,6 +70,8 @@ class HostTier:
             file.truncate(ROW_BYTES * ROW_COUNT)
             self.memory = mmap.mmap(file.fileno(), ROW_BYTES * ROW_COUNT)
         self.rows: npt.NDArray[np.uint8] = np.frombuffer(self.memory, np.uint8).reshape(ROW_COUNT, ROW_BYTES)
+        self._shared = SharedMemory.find(self.rows.ctypes.data, self.rows.nbytes)
+        self._shared_fd = self._shared.open()
         self.clock = Clock()
         self._address = address
         self._job_count = 0
@@ -83,10 +85,18 @@ class HostTier:
         )
         self.tier.rename({group: namespace(group=group) for group in range(2)})
 
+    def close(self) -> None:
+        self.tier.close()
+        os.close(self._shared_fd)
+
     def _start(self) -> MoverProcess:
-        memory = SharedMemory.find(self.rows.ctypes.data, self.rows.nbytes)
         return MoverProcess(
-            memory, row_bytes=ROW_BYTES, address=self._address, transport="auto", recompute_s_per_block=None
+            self._shared,
+            memory_fd=self._shared_fd,
+            row_bytes=ROW_BYTES,
+            address=self._address,
+            transport="auto",
+            recompute_s_per_block=None,
         )
 
     def begin_store(self, keys: list[bytes], rows: list[int]) -> JobId:
@@ -163,7 +173,7 @@ def shared_daemon(start_daemon: Callable[..., DaemonProcess]) -> DaemonProcess:
 def host(shared_daemon: DaemonProcess, tmp_path: Path) -> Iterator[HostTier]:
     host = HostTier(tmp_path, shared_daemon.unix_address)
     yield host
-    host.tier.close()
+    host.close()
 
 
 @pytest.fixture
@@ -171,7 +181,7 @@ def own_host(daemon: DaemonProcess, tmp_path: Path) -> Iterator[HostTier]:
     """In front of a daemon that the test may do anything to."""
     host = HostTier(tmp_path, daemon.unix_address)
     yield host
-    host.tier.close()
+    host.close()
 
 
 # The tier and its mover, in front of a real daemon.
@@ -273,6 +283,7 @@ def test_jobs_of_a_mover_that_dies_have_failed_and_another_takes_over(host: Host
     assert set(host.end().failed) == set(keys)
     assert host.tier.mover is None
     assert host.look_up(new_keys(1)) == [False]
+    host.path.unlink()
     host.clock.now_s += 60
     assert not host.load(keys, [10, 11, 12, 13]).failed
     assert (host.rows[10:14] == 9).all()

@@ -81,7 +81,7 @@ class MoverProcess:
         transport: str,
         recompute_s_per_block: float | None,
     ) -> None:
-        """`memory_fd` is what `memory.open` gave, and stays the caller's. Raises `OSError` where none can be started."""
+        """`memory_fd` is what `memory.open` gave, and stays the caller's. Raises `OSError` if none can be started."""
         self._waiting: deque[bytes] = deque()
         self._is_gone = False
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from kvstore.errors import KvstoreError
 from kvstore.keys import BlockHash
 from kvstore.namespace import Namespace
 from kvstore_client.client import Client
@@ -80,6 +81,7 @@ class WorkerSide:
         self._report = Report()
         self._step = Step()
         self._counts: Counter[str] = Counter()
+        self._troubles: set[type[KvstoreError]] = set()
 
     def begin_step(self, step: Step) -> None:
         self._step = step
@@ -180,6 +182,7 @@ class WorkerSide:
                 failed |= set(block_ids) - {block_id for block_id, _ in found}
                 mover.write([block_id for block_id, _ in found], [view.payload for _, view in found])
                 failed |= {block_id for block_id, view in found if not view.is_valid()}
+                self._note(views.error, is_served=bool(found))
                 if views.error is not None and not found:
                     # Nothing more will come; each further batch would wait for its deadline.
                     return failed | set(run.block_ids[start:])
@@ -222,12 +225,23 @@ class WorkerSide:
                     mover.read([block_id for block_id, _ in wanted], [slot for _, slot in wanted], after=after)
                 result = reserved.commit()
             held = sum(state in (PutState.STORED, PutState.ALREADY_STORED, PutState.PENDING) for state in result.states)
+            self._note(result.error, is_served=bool(held))
             stored_count += held
             sent_count += len(wanted)
             parent_hash = hashes[-1]
             if result.error is not None and not held:
                 break
         return stored_count, sent_count
+
+    def _note(self, error: KvstoreError | None, *, is_served: bool) -> None:
+        """Says each kind of trouble once, and again only after the store has served in between."""
+        if error is None:
+            if is_served and self._troubles:
+                _LOG.info("the store serves this engine again")
+                self._troubles.clear()
+        elif type(error) not in self._troubles:
+            self._troubles.add(type(error))
+            _LOG.warning("the store does not serve this engine, which computes instead: %s", error)
 
     def _counts_store(self, stored_bytes: int, started_s: float) -> None:
         with self._changed:

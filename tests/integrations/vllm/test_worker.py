@@ -549,6 +549,24 @@ def test_a_dead_store_costs_a_long_run_one_deadline_not_one_per_batch(tmp_path: 
         assert ended.stores == {1: StoreCounts(1, 0, 1200)}
 
 
+def test_a_store_that_does_not_serve_is_told_of_once_and_again_after_it_did(
+    start_daemon: Callable[..., DaemonProcess], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="vllm.kvstore")
+    daemon = start_daemon()
+    try:
+        rank = Rank(Client(daemon.unix_address, config=ClientConfig(**SHORT)))  # type: ignore[arg-type]
+        daemon.kill()
+        for number in range(1, 4):
+            rank.go(make_step(f"gone {number}", stores=[make_run([number])]))
+        assert caplog.text.count("does not serve this engine") == 1
+        assert_recovers(daemon, rank, "back")
+        assert caplog.text.count("serves this engine again") == 1
+        rank.worker.close()
+    finally:
+        daemon.kill()
+
+
 def assert_recovers(daemon: DaemonProcess, rank: Rank, name: str) -> None:
     """Once there is a daemon again, the same worker stores and loads; and nothing of before is held."""
     revive(daemon)

@@ -54,9 +54,9 @@ def page(engine: Mapping[str, float], daemon: Mapping[str, float], rates: Mappin
         f"  the engine's own     {local:14,.0f}   {share(local, prompt)}",
         f"  from the store       {loaded:14,.0f}   {share(loaded, prompt)}",
         f"seconds saved          {saved_s:14,.1f}   of computing, at this engine's pace",
-        f"seconds of loading     {load_s:14,.1f}   beside the engine's steps",
+        f"seconds of loading     {load_s:14,.3f}   beside the engine's steps",
         f"blocks that failed     {failed:14,.0f}   computed instead",
-        f"blocks handed over     {stored:14,.0f}   {dropped:,.0f} dropped",
+        f"blocks stored          {stored:14,.0f}   {dropped:,.0f} dropped",
         f"requests not waited for{given_up:14,.0f}   the store was silent or away",
         "",
     ]
@@ -73,7 +73,14 @@ def main() -> None:
     engine_address, daemon_address = (*arguments, *(ENGINE, DAEMON)[len(arguments) :])
     before: Mapping[str, float] = {}
     while True:
-        engine, daemon = read(engine_address), read(daemon_address)
+        try:
+            engine, daemon = read(engine_address), read(daemon_address)
+        except OSError as error:
+            print(f"{error}; the engine is asked at {engine_address}, the daemon at {daemon_address}")
+            if "--once" in sys.argv:
+                sys.exit(1)
+            time.sleep(PERIOD_S)
+            continue
         rates = defaultdict(
             float, {name: (value - before.get(name, value)) / PERIOD_S for name, value in engine.items()}
         )

@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvstore.errors import InvalidArgumentError
 from kvstore.keys import HASH_BYTES, BlockHash
 from kvstore.layout import DTYPE_BYTES
 from kvstore.namespace import NONE, Namespace, Shard
+from kvstore_client.address import parse_address
 from kvstore_client.client import Client
-from kvstore_client.config import ClientConfig
+from kvstore_client.config import TRANSPORTS, ClientConfig
 from kvstore_client.integrations._identity import position_settings
 
 TOKEN_IDS_ONLY = "token-ids"  # noqa: S105  (not that kind of token)
@@ -37,21 +38,27 @@ class StoreSettings(BaseModel):
     """How blocks travel, see the client's docs."""
     tenant_salt: str = ""
     """Separates blocks of who may not share them; the same text on every engine that may."""
-    weights_revision: str | None = None
+    weights_revision: str | None = Field(default=None, min_length=1)
     """Names the weights where their files cannot tell, or should not be read."""
 
     @classmethod
     def parse(cls: type[_Settings], extra_config: Mapping[str, Any] | None, *, where: str) -> _Settings:
         """Raises `InvalidArgumentError` naming the field, its value and what is allowed."""
         try:
-            return cls.model_validate(dict(extra_config or {}))
+            found = cls.model_validate(dict(extra_config or {}))
         except ValidationError as error:
-            first = error.errors()[0]
+            # A name that nobody knows comes first: what it was to say is missing elsewhere.
+            first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
             name = ".".join(str(part) for part in first["loc"])
             allowed = first["msg"]
             if first["type"] == "extra_forbidden":
                 allowed = f"one of {', '.join(sorted(cls.model_fields))}"
             raise InvalidArgumentError.of(f"{where}.{name}", first["input"], allowed) from error
+        if found.address is not None:
+            parse_address(found.address, field=f"{where}.address")
+        if found.transport not in TRANSPORTS:
+            raise InvalidArgumentError.of(f"{where}.transport", found.transport, ", ".join(TRANSPORTS))
+        return found
 
     def open_client(self) -> Client:
         """A client with these settings; it connects at its first call, and asks again when there is no daemon."""

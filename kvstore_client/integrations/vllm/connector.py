@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
+from kvstore.errors import KvstoreError
 from kvstore_client.integrations._identity import adapter_revision
 from kvstore_client.integrations.vllm import model
 from kvstore_client.integrations.vllm.figures import ConnectorMetrics, ConnectorStats
@@ -157,6 +158,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """For new weights in a running engine: what was stored before is not found any more, by this engine."""
         if self._scheduler is not None:
             self._scheduler.renew()
+            if self._scheduler.has_work:
+                _LOG.warning(
+                    "stores under way held blocks while the prefix cache was reset, so vLLM has kept its own: "
+                    "reset again until it answers true, before new weights are used"
+                )
         return True
 
     # What workers call.
@@ -268,6 +274,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         )
         wants_events = config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events
         identities.begin(layouts)
+        self._threads.submit(self._greet)
         return SchedulerSide(
             groups=groups,
             hash_tokens=hash_tokens,
@@ -280,6 +287,19 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             clock=time.monotonic,
             on_stored=self._add_events if wants_events else None,
         )
+
+    def _greet(self) -> None:
+        """So that a wrong address shows before there is traffic."""
+        try:
+            found = self._client.info()
+        except KvstoreError as error:
+            _LOG.warning(
+                "no daemon answers at %s, and all is computed until one does (`kvstore serve`, $KVSTORE_ADDRESS): %s",
+                self._client.address,
+                error,
+            )
+            return
+        _LOG.info("the store at %s, version %s, serves this engine", self._client.address, found.version)
 
     def _add_events(self, request: Any, job: StoreJob) -> None:
         """What routers read: who has which blocks, under the engine's own hashes."""

@@ -138,6 +138,7 @@ class Identities:
         except Exception:
             _LOG.exception("nothing is stored or loaded, as it is not known which model this is")
             raise
+        _LOG.info("blocks of %s (%s) are stored and loaded", model.model, model.weights_revision)
         with self._lock:
             self._model = model
 

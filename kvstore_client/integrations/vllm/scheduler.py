@@ -88,6 +88,8 @@ class SchedulerSide:
         self._tracked: dict[str, Tracked] = {}
         self._ledger = StoreLedger(rank_count=rank_count, block_count_max=block_count_max)
         self._rate = PrefillRate()
+        self._unpriced_tokens = 0
+        """Loaded tokens whose worth is counted once the engine's pace is known."""
         self._step = Step()
         self._told: set[IdentityId] = set()
         self._loading: dict[str, frozenset[int]] = {}
@@ -164,7 +166,7 @@ class SchedulerSide:
         self._loading[request.request_id] = frozenset(block_id for run in runs for block_id in run.block_ids)
         self.counts["load_tokens"] += external_tokens
         self.counts["load_blocks"] += block_count
-        self.counts["saved_us"] += round(external_tokens * (self._rate.s_per_token or 0.0) * 1e6)
+        self._unpriced_tokens += external_tokens
 
     def build_step(
         self,
@@ -176,6 +178,9 @@ class SchedulerSide:
         now_s = self._clock()
         self._rate.end_step(now_s=now_s)
         self._rate.begin_step(now_s=now_s, token_count=sum(scheduled.values()))
+        if self._rate.s_per_token is not None:
+            self.counts["saved_us"] += round(self._unpriced_tokens * self._rate.s_per_token * 1e6)
+            self._unpriced_tokens = 0
         for request_id in scheduled:
             tracked = self._tracked.get(request_id)
             if tracked is not None and self._may_store(tracked):
@@ -284,11 +289,12 @@ class SchedulerSide:
             found = _nothing(self._groups)
         self.counts["lookup_errors"] += found.error is not None
         self.counts["left_out_blocks"] += found.left_out_count
-        is_stale = now_s - tracked.lookup.began_s >= _LOOKUP_FRESH_S + self._lookup_timeout_s
+        # Begun when the request came, which may be long ago. Begun since the engine asks, it is as fresh as it can be.
+        is_stale = tracked.lookup.began_s < tracked.asked_s - _LOOKUP_FRESH_S
         tracked.lookup = None
-        tracked.asked_s = None
         if is_stale and found.error is None and any(map(any, found.hits)):
             return self._answer(tracked)
+        tracked.asked_s = None
         tracked.found, tracked.found_s = found, now_s
         tracked.progress.is_known = _known_numbers(found)
         return found

@@ -81,7 +81,7 @@ class WorkerSide:
         self._report = Report()
         self._step = Step()
         self._counts: Counter[str] = Counter()
-        self._troubles: set[type[KvstoreError]] = set()
+        self._is_in_trouble = False
 
     def begin_step(self, step: Step) -> None:
         self._step = step
@@ -197,10 +197,10 @@ class WorkerSide:
                 if part is None:
                     continue
                 namespace, mover = part
-                run_stored, run_sent = self._store_run(run, namespace, mover, after=marks[run.group])
+                run_stored, run_held = self._store_run(run, namespace, mover, after=marks[run.group])
                 stored_count += run_stored
-                dropped_count += len(run.hashes) - run_stored
-                stored_bytes += run_sent * mover.payload_bytes
+                dropped_count += len(run.hashes) - run_held
+                stored_bytes += run_stored * mover.payload_bytes
         except Exception:  # noqa: BLE001  (as for loads)
             _LOG.exception("a store broke off; its blocks are not stored")
             dropped_count = sum(len(run.hashes) for run in job.runs) - stored_count
@@ -208,8 +208,8 @@ class WorkerSide:
         self._end_store(job.id, stored_count, dropped_count, is_under_way=True)
 
     def _store_run(self, run: BlockRun, namespace: Namespace, mover: Mover, *, after: object) -> tuple[int, int]:
-        """How many of the blocks the store has now, and how many were sent for it."""
-        stored_count = sent_count = 0
+        """How many of the blocks were stored, and how many the store has now."""
+        stored_count = held_count = 0
         parent_hash = None if run.parent_hash is None else BlockHash(run.parent_hash)
         step = _batch_count(mover)
         for start in range(0, len(run.hashes), step):
@@ -226,22 +226,26 @@ class WorkerSide:
                 result = reserved.commit()
             held = sum(state in (PutState.STORED, PutState.ALREADY_STORED, PutState.PENDING) for state in result.states)
             self._note(result.error, is_served=bool(held))
-            stored_count += held
-            sent_count += len(wanted)
+            stored_count += result.states.count(PutState.STORED)
+            held_count += held
             parent_hash = hashes[-1]
             if result.error is not None and not held:
                 break
-        return stored_count, sent_count
+        return stored_count, held_count
 
     def _note(self, error: KvstoreError | None, *, is_served: bool) -> None:
-        """Says each kind of trouble once, and again only after the store has served in between."""
+        """Says once that there is trouble, and once that it is over."""
         if error is None:
-            if is_served and self._troubles:
+            if is_served and self._is_in_trouble:
+                self._is_in_trouble = False
                 _LOG.info("the store serves this engine again")
-                self._troubles.clear()
-        elif type(error) not in self._troubles:
-            self._troubles.add(type(error))
-            _LOG.warning("the store does not serve this engine, which computes instead: %s", error)
+        elif not self._is_in_trouble:
+            self._is_in_trouble = True
+            _LOG.warning(
+                "the store does not serve this engine, which computes instead, and goes on asking: %s; "
+                "`kvstore ping` tells whether a daemon answers",
+                error,
+            )
 
     def _counts_store(self, stored_bytes: int, started_s: float) -> None:
         with self._changed:

@@ -584,7 +584,32 @@ def test_the_engines_pace_goes_with_lookups_and_values_what_is_loaded() -> None:
     bench.side.take_report(Report())
     bench.load(bench.arrive(tokens=13, request_id="b"), block_ids=[[1, 2, 3]])
     assert [asked.recompute_s for asked in bench.store.asked] == [None, pytest.approx(4 * 0.02)]
+    bench.step(request, block_ids=[[]], scheduled=1)
     assert bench.side.counts["saved_us"] == 12 * 20_000
+
+
+def test_what_is_loaded_before_the_pace_is_known_is_valued_once_it_is() -> None:
+    bench = Bench()
+    bench.hold(3)
+    bench.load(bench.arrive(tokens=13, request_id="b"), block_ids=[[1, 2, 3]])
+    request = bench.arrive(tokens=200, name="other")
+    bench.step(request, block_ids=[[]], scheduled=100)
+    assert bench.side.counts["saved_us"] == 0
+    bench.now_s += 2.0
+    bench.step(request, block_ids=[[]], scheduled=1)
+    bench.step(request, block_ids=[[]], scheduled=1)
+    assert bench.side.counts["saved_us"] == 12 * 20_000
+
+
+def test_an_engine_whose_steps_take_long_believes_what_it_asked_since_it_waits() -> None:
+    """A lookup that is older than it may be is asked again once, not as often as steps are slow."""
+    bench = Bench()
+    bench.hold(3)
+    request = bench.arrive(tokens=13)
+    for _ in range(3):
+        bench.now_s += 30.0
+        matched = bench.side.matched_tokens(request, 0)
+    assert matched == 12
 
 
 def test_a_report_of_a_job_that_nobody_gave_out_is_a_fault() -> None:

@@ -66,8 +66,9 @@ test: $(INSTALLED) ## every test that can run on this machine
 	@echo "==> tests, $(JOBS) at a time"
 	@$(PYTEST) -q -m "not soak" -n $(JOBS) --dist loadfile
 
-soak: $(INSTALLED) ## the long tests
+soak: $(INSTALLED) ## the long tests; those with vLLM where there is a vllm-env
 	@$(PYTEST) -m soak --timeout 3600
+	@test ! -e $(VLLM_INSTALLED) || $(ONE_THREAD) $(VLLM_VENV)/bin/python -m pytest -m "vllm and soak" tests/engines
 
 bench: $(INSTALLED) ## this machine's speed: blocks, lookups, this folder's disk, hashing a prompt, starting the daemon
 	@$(BIN)/kvstore bench node
@@ -120,9 +121,9 @@ $(SGLANG_INSTALLED): tests/engines/requirements-sglang.txt | $(VLLM_INSTALLED)
 
 test-engines: $(VLLM_INSTALLED) $(SGLANG_INSTALLED) ## tests with real engines on a tiny model
 	@echo "==> tests with vLLM, $(JOBS) at a time"
-	@$(ONE_THREAD) $(VLLM_VENV)/bin/python -m pytest -q -m vllm -n $(JOBS) --dist worksteal tests/engines
+	@$(ONE_THREAD) $(VLLM_VENV)/bin/python -m pytest -q -m "vllm and not soak" -n $(JOBS) --dist worksteal tests/engines
 	@echo "==> tests with SGLang"
-	@$(ONE_THREAD) $(SGLANG_VENV)/bin/python -m pytest -q -m sglang tests/engines
+	@$(ONE_THREAD) $(SGLANG_VENV)/bin/python -m pytest -q -m "sglang and not soak" tests/engines
 
 bench-engines: $(VLLM_VENV)/.bench ## vLLM with our flag, without it, and with others'; writes bench/results, docs/engines.svg
 	@$(ONE_THREAD) $(VLLM_VENV)/bin/python -m bench.engines.run --profile --out bench/results/engines.json

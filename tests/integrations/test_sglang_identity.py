@@ -118,7 +118,7 @@ def test_whatever_shapes_k_and_v_separates_blocks(
         {"tokens_per_page": 8},
         {"since": "2@17#1"},
     ],
-    ids=str,
+    ids=["config", "salt", "revision", "tp", "pp", "cp", "dcp", "hashes", "pool", "name", "page", "since"],
 )
 def test_another_model_part_pool_or_tenant_has_blocks_of_its_own(
     more: dict[str, Any], arguments: dict[str, Any]

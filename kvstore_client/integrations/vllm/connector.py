@@ -93,10 +93,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     # What the scheduler calls.
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[RankKey, KVConnectorHandshakeMetadata]) -> None:
-        layouts: dict[RankKey, RankLayout] = {}
-        for rank, handshake in metadata.items():
-            assert isinstance(handshake, Handshake), handshake
-            layouts[rank] = handshake.layout
+        layouts = {rank: found.layout for rank, found in metadata.items() if isinstance(found, Handshake)}
+        if len(layouts) != len(metadata):
+            _LOG.warning("kvstore is off for this engine: another connector's handshake came instead of its own")
+            return
         self._scheduler = self._make_scheduler(layouts)
         if self._kv_cache_manager is not None:
             self._scheduler.bind(EnginePool(self._kv_cache_manager.block_pool))
@@ -143,6 +143,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.finish_request(request, block_ids)
         return False, None  # blocks that are still to be stored are held one by one
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Called instead where connectors beside this one know of a single KV cache group only."""
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def has_pending_block_frees(self) -> bool:
         return self._scheduler is not None and self._scheduler.has_work

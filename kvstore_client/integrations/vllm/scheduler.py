@@ -51,6 +51,8 @@ class Tracked:
     """That the engine had when it last asked."""
     may_load: bool = True
     """False once a load has failed: what failed once is computed."""
+    is_scheduled: bool = False
+    """Whether it was computed since room was last made for it: until then another connector may be loading into it."""
     may_store: bool = True
     """False once the weights have changed under it: its blocks are of the old ones, or computed from such."""
     hashes: list[list[BlockHash]] = field(default_factory=list)
@@ -139,6 +141,7 @@ class SchedulerSide:
     def begin_load(self, request: Any, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
         """The engine has made room for these tokens behind those that it has."""
         tracked = self._track(request)
+        tracked.is_scheduled = False
         if external_tokens == 0:
             return
         identity = self._identity(request)

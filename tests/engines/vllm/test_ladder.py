@@ -26,8 +26,6 @@ from tests.engines.rig import Answer
 
 from .rig import BLOCK_TOKENS, Engine, Prompt, Reference, connect, probe_prompt
 
-_NEEDS_GEMMA = pytest.mark.skipif("KVSTORE_TEST_GEMMA" not in os.environ, reason="KVSTORE_TEST_GEMMA=1 includes it")
-
 
 @dataclass(frozen=True)
 class Case:
@@ -53,7 +51,17 @@ _CASES = {
 }
 
 
-@pytest.fixture(params=[pytest.param(name, marks=_NEEDS_GEMMA if "gemma" in name else ()) for name in _CASES])
+_MARKS = {
+    "llama-float32": pytest.mark.soak,
+    "hybrid-bfloat16": pytest.mark.soak,
+    "gemma-bfloat16": pytest.mark.skipif(
+        "KVSTORE_TEST_GEMMA" not in os.environ, reason="KVSTORE_TEST_GEMMA=1 includes it"
+    ),
+}
+"""Two of the small ones have every kind of group and both dtypes; starting engines takes most of the time."""
+
+
+@pytest.fixture(params=[pytest.param(name, marks=_MARKS.get(name, ())) for name in _CASES])
 def case(request: pytest.FixtureRequest) -> Case:
     return _CASES[request.param]
 
@@ -153,7 +161,7 @@ def test_every_rung_gives_the_tokens_that_vllm_gives_alone(
     ladder.warm(engine, rung="damaged blocks were computed and stored again")
 
 
-@pytest.mark.parametrize(("name", "transport"), [("llama-bfloat16", "grpc"), ("hybrid-float32", "bulk")])
+@pytest.mark.parametrize(("name", "transport"), [("llama-float32", "grpc"), ("hybrid-bfloat16", "bulk")])
 def test_blocks_from_another_node_give_the_same_tokens(
     name: str,
     transport: str,

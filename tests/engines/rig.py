@@ -135,7 +135,8 @@ class EngineProcess:
                     raise EngineError(f"the engine hangs\n{self._log_end()}")
                 read = os.read(self._process.stdout.fileno(), 1 << 20)
                 if not read:
-                    raise EngineError(f"the engine has ended\n{self._log_end()}")
+                    status = self._process.wait()
+                    raise EngineError(f"the engine has ended with {status}\n{self._log_end()}")
                 self._unread += read
         line, _, self._unread = self._unread.partition(b"\n")
         return line

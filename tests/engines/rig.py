@@ -135,7 +135,7 @@ class EngineProcess:
                     raise EngineError(f"the engine hangs\n{self._log_end()}")
                 read = os.read(self._process.stdout.fileno(), 1 << 20)
                 if not read:
-                    status = self._process.wait()
+                    status = self._process.wait(timeout=JOB_S_MAX)
                     raise EngineError(f"the engine has ended with {status}\n{self._log_end()}")
                 self._unread += read
         line, _, self._unread = self._unread.partition(b"\n")

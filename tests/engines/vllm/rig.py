@@ -131,8 +131,10 @@ class Prompt:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def head(self, token_count: int) -> Prompt:
-        return Prompt(self.token_ids[:token_count], **self.others)
+    def altered_behind(self, token_count: int) -> Prompt:
+        """As long, so that what they have in common is computed in steps of the same size, down to the last bit."""
+        rest = [(token_id + 1) % 256 for token_id in self.token_ids[token_count:]]
+        return Prompt([*self.token_ids[:token_count], *rest], **self.others)
 
     def but(self, **others: Any) -> Prompt:
         return Prompt(self.token_ids, **(self.others | others))
@@ -162,7 +164,7 @@ class Reference:
                 self._engine = self._start()
             self._engine.forget()
             if cached_count:
-                self._engine.ask(prompt.head(cached_count + 1), token_count=1)
+                self._engine.ask(prompt.altered_behind(cached_count), token_count=1)
             [answer] = self._engine.ask(prompt)
             assert answer.cached_count == cached_count, "vLLM has not taken its own blocks"
             self._known[key] = answer

@@ -70,14 +70,16 @@ def test_a_daemon_that_dies_or_hangs_at_a_bad_moment_costs_a_computation(
 def test_an_engine_starts_and_answers_without_a_daemon_and_is_warm_once_there_is_one(
     models: dict[str, Path],
     start_engine: Callable[..., Engine],
-    daemon: DaemonProcess,
+    start_daemon: Callable[..., DaemonProcess],
+    tmp_path: Path,
 ) -> None:
-    daemon.kill()
-    engine = start_engine(models["tiny-llama"], kv_transfer_config=connect(daemon.unix_address))
+    socket_path = tmp_path / "late.sock"
+    engine = start_engine(models["tiny-llama"], kv_transfer_config=connect(f"unix:{socket_path}"))
     [computed] = engine.ask_afresh(_PROMPT)
     assert computed.cached_count == 0
-    daemon.start()
+    daemon = start_daemon("--socket-path", str(socket_path))
     engine.wait_warm(probe_prompt())
     first, second = engine.ask_afresh(_PROMPT, _PROMPT)
+    daemon.kill()
     assert first.token_ids == second.token_ids == computed.token_ids
     assert (first.cached_count, second.cached_count) == (0, _PROMPT.whole_count)

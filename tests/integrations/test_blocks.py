@@ -53,6 +53,17 @@ def test_a_transport_that_does_not_exist_is_refused_when_the_client_is_opened() 
 # Hashes.
 
 
+@pytest.mark.parametrize(("name", "value"), [("address", "localhost"), ("transport", "rdma"), ("weights_revision", "")])
+def test_what_no_client_can_be_opened_with_is_refused_at_once_under_its_full_name(name: str, value: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=rf"^extra\.{name} is '{value}'"):
+        StoreSettings.parse({name: value}, where="extra")
+
+
+def test_a_name_that_nobody_knows_is_told_before_a_value_that_makes_no_sense() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"^extra\.adress"):
+        StoreSettings.parse({"tenant_salt": 7, "adress": "unix:/a"}, where="extra")
+
+
 def test_a_hash_of_our_length_stays_as_it_is() -> None:
     key = bytes(range(32))
     assert to_block_hash(key) == key

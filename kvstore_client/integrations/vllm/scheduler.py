@@ -186,7 +186,10 @@ class SchedulerSide:
             self._unpriced_tokens = 0
         for request_id in scheduled:
             tracked = self._tracked.get(request_id)
-            if tracked is not None and self._may_store(tracked):
+            if tracked is None:
+                continue
+            tracked.is_scheduled = True
+            if self._may_store(tracked):
                 self._plan_stores(tracked, partial(block_ids_of, request_id))
         step, self._step = self._step, Step()
         step.is_idle = not any(scheduled.values())
@@ -327,7 +330,7 @@ class SchedulerSide:
         ]
 
     def _may_store(self, tracked: Tracked) -> bool:
-        return tracked.may_store and tracked.request.request_id not in self._loading
+        return tracked.is_scheduled and tracked.may_store and tracked.request.request_id not in self._loading
 
     def _plan_stores(self, tracked: Tracked, find_block_ids: Callable[[], Sequence[Sequence[int]]]) -> None:
         """`find_block_ids` costs the more, the longer the request is, and most steps complete no block."""

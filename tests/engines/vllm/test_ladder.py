@@ -11,7 +11,6 @@ matter, so that there tokens must be those of a run without any cache, too.
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ import pytest
 from kvstore_client import Client
 from tests.conftest import DaemonProcess
 from tests.engines.models import ensure_models
+from tests.engines.nvme import damage_every_seventh
 from tests.engines.rig import Answer
 
 from .rig import BLOCK_TOKENS, Engine, Prompt, Reference, connect, probe_prompt
@@ -149,7 +149,7 @@ def test_every_rung_gives_the_tokens_that_vllm_gives_alone(
     ladder.warm(engine, rung="warm from the disk, after kill -9 of the daemon")
 
     nvme_daemon.stop()
-    assert _damage_every_seventh(nvme_path) > 0
+    assert damage_every_seventh(nvme_path) > 0
     nvme_daemon.start()
     _wait_reattached(engine)
     cached_count = ladder.damaged(engine, rung="every seventh block on disk is damaged")
@@ -183,29 +183,3 @@ def test_blocks_from_another_node_give_the_same_tokens(
 def _wait_reattached(engine: Engine) -> None:
     """A daemon that was away is asked again after a cool-down of some seconds."""
     engine.wait_warm(probe_prompt())
-
-
-def _damage_every_seventh(nvme_path: Path) -> int:
-    """Turns bits around in the payload of every seventh block of the segments (docs/formats/nvme_segment.md)."""
-    seen_count = damaged_count = 0
-    for path in sorted(nvme_path.glob("segments/*.seg")):
-        with path.open("r+b") as file:
-            header = file.read(4096)
-            (slot_bytes,) = struct.unpack_from("<Q", header, 40)
-            if header[:4] != b"KVNS" or slot_bytes == 0:
-                continue
-            for start in range(4096, path.stat().st_size - slot_bytes + 1, slot_bytes):
-                file.seek(start)
-                slot = file.read(64)
-                if slot[:4] != b"KVNB":
-                    continue
-                (stored_bytes,) = struct.unpack_from("<Q", slot, 16)
-                if seen_count % 7 == 3:
-                    place = start + 64 + 128 + (stored_bytes - 128) // 2
-                    file.seek(place)
-                    [byte] = file.read(1)
-                    file.seek(place)
-                    file.write(bytes([byte ^ 0xFF]))
-                    damaged_count += 1
-                seen_count += 1
-    return damaged_count

@@ -420,7 +420,9 @@ def test_who_wants_to_know_hears_of_blocks_that_are_wholly_stored() -> None:
 
 def test_a_request_that_ends_stores_what_is_left_and_frees_the_rest() -> None:
     bench = Bench()
-    request = bench.arrive(tokens=12, num_computed_tokens=12)
+    request = bench.arrive(tokens=12)
+    bench.step(request, block_ids=[[1, 2, 3]], scheduled=12)
+    request.num_computed_tokens = 12
     bench.side.finish_request(request, [[1, 2, 3]])
     assert bench.pool.held == {1: 1, 2: 1, 3: 1}
     assert bench.side.has_work
@@ -442,7 +444,9 @@ def test_stores_hold_at_most_their_share_of_the_engines_blocks() -> None:
 
 def test_what_found_no_room_until_the_request_ended_is_counted_as_skipped() -> None:
     bench = Bench(block_count_max=2)
-    request = bench.arrive(tokens=20, num_computed_tokens=20)
+    request = bench.arrive(tokens=20)
+    bench.step(request, block_ids=[[1, 2, 3, 4, 5]], scheduled=20)
+    request.num_computed_tokens = 20
     bench.side.finish_request(request, [[1, 2, 3, 4, 5]])
     assert bench.side.counts["store_skipped_blocks"] == 3
 
@@ -480,6 +484,18 @@ def test_a_request_that_is_aborted_while_it_loads_stores_nothing() -> None:
     bench.side.take_report(Report(), loaded={"a"}, failed={"a"})
     again = bench.arrive(tokens=20)
     assert bench.side.matched_tokens(again, 0) == 8, "another request of that name starts afresh"
+
+
+def test_room_that_another_connector_may_still_be_filling_is_not_stored_before_the_request_is_computed() -> None:
+    """vLLM counts tokens as computed as soon as some connector has begun to load them."""
+    bench = Bench()
+    request = bench.arrive(tokens=20)
+    bench.step(request, block_ids=[[1, 2]], scheduled=1)
+    bench.side.begin_load(request, [[3, 4]], 0)
+    request.num_computed_tokens = 16
+    bench.side.finish_request(request, [[3, 4]])
+    assert bench.pool.held == {}
+    assert not bench.side.has_work
 
 
 @pytest.mark.parametrize("way", ["failed", "failed_block_ids"])

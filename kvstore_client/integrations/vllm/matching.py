@@ -35,14 +35,15 @@ def matched_tokens(
     hits: Sequence[Sequence[bool]],
     *,
     local_tokens: int,
-    limit_tokens: int,
+    prompt_tokens: int,
     align_tokens: int,
 ) -> int:
     """Tokens of the longest prefix for which every group has, or the store holds, all that it looks back at.
 
     `hits` says per group which of its blocks the store holds; the first `local_tokens` are the engine's already, in
-    every group. At least `local_tokens`, at most `limit_tokens`, in steps of `align_tokens`, which every group's block
-    size divides.
+    every group. At least `local_tokens`, at most `prompt_tokens`, in steps of `align_tokens`, which every group's block
+    size divides. Of a prompt that is matched whole the engine computes the last token again: it is not matched whole
+    where that token looks at a block that the next one no longer looks at, as room is made for the next one only.
     """
     runs = [_hit_runs(group, found, local_tokens=local_tokens) for group, found in zip(groups, hits, strict=True)]
 
@@ -53,6 +54,9 @@ def matched_tokens(
             tokens -= align_tokens
         return tokens
 
+    limit_tokens = prompt_tokens
+    if any(group.first_block(prompt_tokens - 1) != group.first_block(prompt_tokens) for group in groups):
+        limit_tokens -= 1
     tokens = longest(limit_tokens // align_tokens * align_tokens)
     if any(group.is_last_block_dropped for group in groups):
         tokens = longest(tokens - align_tokens)

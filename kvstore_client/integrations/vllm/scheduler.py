@@ -118,22 +118,21 @@ class SchedulerSide:
         """Tokens beyond the local ones that can be loaded; None while that is not known."""
         tracked = self._track(request)
         tracked.local_tokens = local_tokens
-        # The last token is always computed: there must be something to sample from.
-        limit_tokens = (request.num_tokens - 1) // self._align_tokens * self._align_tokens
-        if not tracked.may_load or request.skip_reading_prefix_cache or limit_tokens <= local_tokens:
+        # The last token is always computed: there must be something to sample from. So that one block alone is never
+        # loaded for it, but with others it is: the engine computes that token again and nothing else.
+        worth_tokens = (request.num_tokens - 1) // self._align_tokens * self._align_tokens
+        if not tracked.may_load or request.skip_reading_prefix_cache or worth_tokens <= local_tokens:
             return 0
         found = self._answer(tracked)
         if found is None:
             return None
         if found.error is not None:
             return 0
-        shapes = [shape for shape in self._groups if shape is not None]
-        hits = [found.hits[group] for group in self._cached_groups]
         total = matched_tokens(
-            shapes,
-            hits,
+            [shape for shape in self._groups if shape is not None],
+            [found.hits[group] for group in self._cached_groups],
             local_tokens=local_tokens,
-            limit_tokens=limit_tokens,
+            prompt_tokens=request.num_tokens,
             align_tokens=self._align_tokens,
         )
         return total - local_tokens

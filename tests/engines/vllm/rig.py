@@ -143,9 +143,14 @@ class Prompt:
         return {"token_ids": list(self.token_ids)} | self.others
 
     @property
-    def whole_count(self) -> int:
-        """The most tokens that may come from a cache: full blocks, and one token is always computed."""
+    def own_count(self) -> int:
+        """The most tokens that vLLM takes from its own cache: full blocks, and one token is always computed."""
         return (len(self) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+    @property
+    def whole_count(self) -> int:
+        """The most that may come from the store: of a prompt that is all there, vLLM computes the last token again."""
+        return len(self) // BLOCK_TOKENS * BLOCK_TOKENS if self.own_count else 0
 
 
 class Reference:

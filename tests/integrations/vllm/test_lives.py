@@ -343,7 +343,7 @@ class EngineMachine(RuleBasedStateMachine):
         if external_tokens is None:
             return
         tokens = local_tokens + external_tokens
-        assert tokens < life.request.num_tokens
+        assert tokens <= life.request.num_tokens
         assert tokens % self.align_tokens == 0
         wanted: list[list[int]] = [[] for _ in self.groups]
         new_count = 0
@@ -515,6 +515,8 @@ class EngineMachine(RuleBasedStateMachine):
             life.state = "running"
             for group, shape in self.cached_groups:
                 self._cache(life, group, shape)
+            # Of a prompt that was matched whole, the last token is computed again.
+            life.request.num_computed_tokens = min(life.request.num_computed_tokens, life.request.num_tokens - 1)
         else:
             self._recover(life, load.failed, is_single=is_single)
 

@@ -117,8 +117,8 @@ def numbers(step: Step) -> list[tuple[int, list[int]]]:
 # What can be loaded.
 
 
-@pytest.mark.parametrize(("tokens", "expected"), [(11, 8), (12, 8), (13, 12), (3, 0), (4, 0), (5, 4), (1, 0)])
-def test_at_least_the_last_token_is_computed(tokens: int, expected: int) -> None:
+@pytest.mark.parametrize(("tokens", "expected"), [(11, 8), (12, 12), (13, 12), (3, 0), (4, 0), (5, 4), (1, 0)])
+def test_a_prompt_is_matched_whole_unless_it_is_but_one_block(tokens: int, expected: int) -> None:
     bench = Bench()
     bench.hold(3)
     assert bench.side.matched_tokens(bench.arrive(tokens=tokens), 0) == expected

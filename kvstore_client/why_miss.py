@@ -90,11 +90,17 @@ def _lines(found: Sequence[Compared]) -> list[str]:
     if not found:
         return ["the daemon knows no namespace: no engine has asked it for anything since it started"]
     lines = []
+    told = set[frozenset[bytes]]()
     for one in found:
+        pairs = [frozenset({one.own.namespace.id, other.namespace.id}) for other, _ in one.others]
+        others = [other for other, pair in zip(one.others, pairs, strict=True) if pair not in told]
+        told.update(pairs)
+        if one.others and not others:
+            continue
         lines.append(_title(one.own))
-        if not one.others:
+        if not others:
             lines.append("  there is no other one")
-        for other, fields in one.others:
+        for other, fields in others:
             lines.append(f"  differs from {_title(other)} in")
             lines += [f"    {field.field}: {_cut(field.own)}, there {_cut(field.other)}" for field in fields]
     return lines

@@ -55,3 +55,15 @@ def test_an_id_that_nobody_has_is_answered_with_those_that_there_are(
 def test_a_daemon_that_nobody_has_asked_says_so(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("why-miss", "--address", daemon.address) == 0
     assert "no engine has asked" in capsys.readouterr().out
+
+
+def test_each_pair_is_shown_once(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with Client(address) as client:
+        client.lookup(replace(OWN, model="unlike the others", dtype="float32"), [BlockHash(b"a" * 32)])
+    assert run("why-miss", "--others", "9", "--address", address) == 0
+    everything = capsys.readouterr().out
+    assert everything.count("\n  differs from") == 4 * 3 / 2
+    assert run("why-miss", "--address", address) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("lora: ") == 1
+    assert "unlike the others" in shown

@@ -1,18 +1,19 @@
 """What a model's files are, by content: equal models agree on every node, and others never do.
 
-Weights are read once per file and machine; the digests are kept in the user's cache folder, under what the file system
-says of the file. Snapshots of a model hub are known by their commit, and nothing is read.
+Weights are read once per file and machine, by one process while the others wait; the digests are kept in the user's cache
+folder, under what the file system says of the file. Snapshots of a model hub are known by their commit, and nothing is read.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -25,6 +26,10 @@ _LOG = logging.getLogger("kvstore.integrations")
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+_WAIT_S_MAX = 600.0
+"""For a process that reads weights, or has been stopped while it did."""
+_POLL_S = 0.1
+
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NOT_IDENTITY = frozenset(
     # Where it came from, how results are returned, or said elsewhere in the namespace.
@@ -99,15 +104,10 @@ def model_label(model: str) -> str:
 def files_digest(files: Iterable[Path], *, root: Path) -> str:
     """BLAKE3 over the names below `root` and the content of files; what was read before is not read again."""
     known = _read_known()
-    found: dict[str, str] = {}
     hasher = blake3()
     for file in sorted(files):
-        stamp = _stamp(file)
-        digest = known.get(stamp) or _content_digest(file)
-        found[stamp] = digest
+        digest = known.get(_stamp(file)) or _read_once(file)
         hasher.update(canonical_json([str(file.relative_to(root)), digest]).encode())
-    if not found.keys() <= known.keys():
-        _write_known(known | found)
     return f"blake3:{hasher.hexdigest()}"
 
 
@@ -124,6 +124,38 @@ def _hub_snapshot(model: str, revision: str | None) -> Path:
     if not isinstance(found, str):
         raise InvalidArgumentError.of("model", model, allowed)
     return Path(found).parent
+
+
+def _read_once(file: Path) -> str:
+    """The digest of a file, read by one of the processes that want it: an engine has as many as ranks."""
+    with _alone():
+        known, stamp = _read_known(), _stamp(file)
+        if stamp not in known:
+            known[stamp] = _content_digest(file)
+            _write_known(known)
+        return known[stamp]
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """While no other process of this user reads; after a while, or where nothing can be locked, all the same."""
+    with ExitStack() as stack:
+        with suppress(OSError, RuntimeError):
+            path = _known_path().with_suffix(".lock")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(path.open("w"))
+            deadline_s = time.monotonic() + _WAIT_S_MAX
+            while not _try_lock(lock.fileno()) and time.monotonic() < deadline_s:
+                time.sleep(_POLL_S)
+        yield
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back when the file is closed, or its holder dies
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _content_digest(file: Path) -> str:

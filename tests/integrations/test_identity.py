@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,20 @@ def test_what_was_read_once_is_not_read_again(make_model: Callable[..., Path], c
     assert len(known) == 2
     cache.write_text(json.dumps(dict.fromkeys(known, "f" * 64)))
     assert weights_revision(str(folder)) != revision, "the kept digest was not used"
+
+
+def test_weights_are_read_by_one_process_while_the_others_wait(make_model: Callable[..., Path], cache: Path) -> None:
+    folder = make_model("one")
+    revision = weights_revision(str(folder))
+    known = dict.fromkeys(json.loads(cache.read_text()), "f" * 64)
+    cache.unlink()
+    with ThreadPoolExecutor() as pool:
+        with cache.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock.fileno(), fcntl.LOCK_EX)
+            waiting = pool.submit(weights_revision, str(folder))
+            assert not wait([waiting], timeout=0.3).done
+            cache.write_text(json.dumps(known))
+        assert waiting.result() != revision, "it has read what another process had read meanwhile"
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"x": 1}', '{"x": "short"}', "null", "\x00"])

@@ -1,7 +1,8 @@
 """What a model's files are, by content: equal models agree on every node, and others never do.
 
-Weights are read once per file and machine, by one process while the others wait; the digests are kept in the user's cache
-folder, under what the file system says of the file. Snapshots of a model hub are known by their commit, and nothing is read.
+Weights are read once per file and machine, by one process while the others wait; the digests are kept in the user's
+cache folder, under what the file system says of the file. Snapshots of a model hub are known by their commit, and
+nothing is read.
 """
 
 from __future__ import annotations

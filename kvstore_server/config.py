@@ -68,6 +68,12 @@ def _default_capacity_bytes() -> ByteSize:
     return ByteSize(max(memory_limit_bytes() // 4, 16 << 20))
 
 
+def default_slab_bytes(capacity_bytes: int) -> int:
+    """Of a slab, for a capacity of the memory tier: whole huge pages, and at least one slab fits."""
+    wanted = min(max(capacity_bytes // 32, 4 << 20), 256 << 20) >> 21 << 21
+    return max(min(wanted, capacity_bytes) // 4096 * 4096, 4096)
+
+
 class MemoryConfig(_Section):
     """The memory tier."""
 
@@ -91,9 +97,9 @@ class MemoryConfig(_Section):
     @property
     def slab_bytes(self) -> int:
         """Rounded to whole pages, by default to huge ones, and small enough that at least one slab fits."""
-        default_bytes = min(max(self.capacity // 32, 4 << 20), 256 << 20) >> 21 << 21
-        wanted = default_bytes if self.slab_size is None else int(self.slab_size)
-        return max(min(wanted, int(self.capacity)) // 4096 * 4096, 4096)
+        if self.slab_size is None:
+            return default_slab_bytes(int(self.capacity))
+        return max(min(int(self.slab_size), int(self.capacity)) // 4096 * 4096, 4096)
 
     @model_validator(mode="after")
     def _check(self) -> MemoryConfig:

@@ -22,7 +22,7 @@ from kvstore.errors import (
     ProtocolError,
     UnavailableError,
 )
-from kvstore.messages import NamespaceStats, NvmeState, NvmeStats, StoreStats
+from kvstore.messages import NamespaceStats, NvmeState, NvmeStats, ReuseStats, StoreStats
 from kvstore_client.client import Client
 from kvstore_client.config import ClientConfig
 from kvstore_client.paths.slab_calls import AttachRefusedError
@@ -45,6 +45,9 @@ _COMMANDS = {
     "stats": _Entry("kvstore_client.cli:stats", "Show what a daemon holds and has done."),
     "why-miss": _Entry("kvstore_client.why_miss:why_miss", "Name what keeps namespaces from sharing blocks."),
     "config": _Entry("kvstore_server.cli:config", "Show the settings that `kvstore serve` would run with."),
+    "plan": _Entry("kvstore_server.plan.cli:plan", "Work out what each tier must hold for a model."),
+    "simulate": _Entry("kvstore_server.simulate.cli:simulate", "Replay recorded requests: what would each policy hit?"),
+    "trace": _Entry("kvstore_server.simulate.trace_cli:trace", "Look into recorded requests, convert or record them."),
     "nvme": _Entry("kvstore_server.nvme.cli:nvme", "Look into a folder of the NVMe tier, or check it."),
     "bench": _Entry("kvstore_client.bench.cli:bench", "Measure blocks and lookups beside what this machine can do."),
     "agent": _Entry("gpu_agent.cli:agent", "Run the agent that keeps blocks in VRAM.", "agent"),
@@ -175,7 +178,11 @@ def stats(address: str | None, *, is_json: bool, timeout_s: float) -> None:
     with asking(address, timeout_s=timeout_s) as client:
         found = client.stats()
     if is_json:
-        shown = dataclasses.asdict(found) | {"nvme": _nvme_json(found.nvme)}
+        shown = dataclasses.asdict(found) | {
+            "nvme": _nvme_json(found.nvme),
+            "reuse": _reuse_json(found.reuse),
+            "recent_reuse": _reuse_json(found.recent_reuse),
+        }
         for namespace in shown["namespaces"]:
             namespace["namespace_id"] = namespace["namespace_id"].hex()
         click.echo(json.dumps(shown))
@@ -241,6 +248,8 @@ def _stats_lines(found: StoreStats) -> list[str]:
     ]
     if found.nvme is not None:
         rows.insert(1, ("nvme", f"{_nvme_state(found.nvme)}; {_nvme_counts(found.nvme)}"))
+    if found.recent_reuse is not None:
+        rows.insert(4, ("reuse", _reuse_line(found.recent_reuse)))
     rows += [("namespace", _namespace_line(namespace)) for namespace in found.namespaces]
     return [f"{name:<10} {value}" for name, value in rows]
 
@@ -250,6 +259,24 @@ def _namespace_line(namespace: NamespaceStats) -> str:
         f"{namespace.namespace_id.hex()[:16]} {namespace.model}: {namespace.block_count:,} blocks, "
         f"{_size(namespace.used_bytes)}, slots of {_size(namespace.slot_bytes)}"
     )
+
+
+def _reuse_line(reuse: ReuseStats) -> str:
+    gap = ", ".join(f"{cause} {share:.1%}" for cause, share in reuse.gap_ratios().items() if round(share, 3))
+    return (
+        f"of the last {_duration(reuse.window_s)}: hits {reuse.hit_ratio:.1%} of a possible {reuse.ceiling_ratio:.1%}"
+        f"{'; missing for ' + gap if gap else ''}"
+    )
+
+
+def _reuse_json(reuse: ReuseStats | None) -> dict[str, Any] | None:
+    if reuse is None:
+        return None
+    return dataclasses.asdict(reuse) | {
+        "hit_ratio": reuse.hit_ratio,
+        "ceiling_ratio": reuse.ceiling_ratio,
+        "gap_ratios": reuse.gap_ratios(),
+    }
 
 
 def _nvme_state(nvme: NvmeStats) -> str:

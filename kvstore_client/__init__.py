@@ -6,9 +6,11 @@ the daemon.
 
 from __future__ import annotations
 
+from kvstore.messages import FinishReason
 from kvstore_client.aio import AsyncClient, AsyncLease
 from kvstore_client.client import Client, Lease
 from kvstore_client.config import ClientConfig
+from kvstore_client.hints import Hint
 from kvstore_client.reserved import Reserved
 from kvstore_client.results import GetResult, LookupResult, PrefetchResult, PutResult, PutState
 from kvstore_client.views import AsyncViews, BlockView, Views
@@ -20,7 +22,9 @@ __all__ = [
     "BlockView",
     "Client",
     "ClientConfig",
+    "FinishReason",
     "GetResult",
+    "Hint",
     "Lease",
     "LookupResult",
     "PrefetchResult",

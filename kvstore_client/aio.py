@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 from kvstore.errors import KvstoreError
 from kvstore.keys import BlockHash
-from kvstore.messages import DescribeNamespacesResponse, StoreInfo, StoreStats
+from kvstore.messages import DescribeNamespacesResponse, StoreInfo, StoreStats, TakeAccessesResponse
 from kvstore.namespace import Namespace
 from kvstore_client.address import find_address
 from kvstore_client.aio_carrier import AsyncCarrier
@@ -23,10 +23,11 @@ from kvstore_client.checks import (
     check_wait_s,
 )
 from kvstore_client.config import ClientConfig
-from kvstore_client.flows import attach, load, look, prefetch, prefix, store
+from kvstore_client.flows import attach, hints, load, look, prefetch, prefix, store
 from kvstore_client.flows.attach import Attachment, Scope
 from kvstore_client.flows.prefix import Acquired, HeldPrefix
 from kvstore_client.flows.steps import Call, Flow, Step
+from kvstore_client.hints import Hint, check_hint, hint_message
 from kvstore_client.ids import new_owner_id
 from kvstore_client.results import GetResult, LookupResult, PrefetchResult, PutResult
 from kvstore_client.views import AsyncViews
@@ -67,6 +68,10 @@ class AsyncClient:
         """See `Client.namespaces`."""
         return await self._run(attach.namespaces(self._scope))
 
+    async def accesses(self, namespace: Namespace, *, after_number: int = 0) -> TakeAccessesResponse:
+        """See `Client.accesses`."""
+        return await self._run(attach.accesses(self._scope, namespace, after_number=after_number))
+
     async def lookup(
         self,
         namespace: Namespace,
@@ -74,6 +79,7 @@ class AsyncClient:
         *,
         wait_s: float = 0.0,
         recompute_s_per_block: float | None = None,
+        hint: Hint | None = None,
     ) -> LookupResult:
         """See `Client.lookup`."""
         check_blocks(namespace, hashes)
@@ -85,16 +91,28 @@ class AsyncClient:
             hashes=hashes,
             wait_s=wait_s,
             recompute_s_per_block=recompute_s_per_block,
+            hint=hint_message(hint, namespace),
         )
         return await self._run(flow)
 
     async def prefetch(
-        self, namespace: Namespace, hashes: Sequence[BlockHash], *, budget_bytes: int | None = None
+        self,
+        namespace: Namespace,
+        hashes: Sequence[BlockHash],
+        *,
+        budget_bytes: int | None = None,
+        hint: Hint | None = None,
     ) -> PrefetchResult:
         """See `Client.prefetch`."""
         check_blocks(namespace, hashes)
         check_budget_bytes(budget_bytes)
-        flow = prefetch.prefetch(self._scope, namespace=namespace, hashes=hashes, budget_bytes=budget_bytes)
+        flow = prefetch.prefetch(
+            self._scope,
+            namespace=namespace,
+            hashes=hashes,
+            budget_bytes=budget_bytes,
+            hint=hint_message(hint, namespace),
+        )
         return await self._run(flow)
 
     async def acquire(
@@ -105,6 +123,7 @@ class AsyncClient:
         lease_s: float | None = None,
         wait_s: float = 0.0,
         recompute_s_per_block: float | None = None,
+        hint: Hint | None = None,
     ) -> AsyncLease:
         """See `Client.acquire`."""
         check_blocks(namespace, hashes)
@@ -120,10 +139,13 @@ class AsyncClient:
             lease_s=lease_s,
             wait_s=wait_s,
             recompute_s_per_block=recompute_s_per_block,
+            hint=hint_message(hint, namespace),
         )
         return AsyncLease(await self._run(flow), lease_s=lease_s, scope=self._scope, run=self._run)
 
-    async def get(self, namespace: Namespace, hashes: Sequence[BlockHash], into: Buffers) -> GetResult:
+    async def get(
+        self, namespace: Namespace, hashes: Sequence[BlockHash], into: Buffers, *, hint: Hint | None = None
+    ) -> GetResult:
         """See `Client.get`."""
         check_blocks(namespace, hashes)
         targets = block_views(
@@ -133,17 +155,36 @@ class AsyncClient:
             field="into",
             is_writable=True,
         )
-        flow = load.get(self._scope, namespace=namespace, hashes=hashes, targets=targets, owner_id=new_owner_id())
+        flow = load.get(
+            self._scope,
+            namespace=namespace,
+            hashes=hashes,
+            targets=targets,
+            owner_id=new_owner_id(),
+            hint=hint_message(hint, namespace),
+        )
         return await self._run(flow)
 
     async def view(
-        self, namespace: Namespace, hashes: Sequence[BlockHash], *, lease_s: float | None = None
+        self,
+        namespace: Namespace,
+        hashes: Sequence[BlockHash],
+        *,
+        lease_s: float | None = None,
+        hint: Hint | None = None,
     ) -> AsyncViews:
         """See `Client.view`."""
         check_blocks(namespace, hashes)
         lease_s = self._config.lease_s if lease_s is None else lease_s
         check_lease_s(lease_s)
-        flow = look.view(self._scope, namespace=namespace, hashes=hashes, owner_id=new_owner_id(), lease_s=lease_s)
+        flow = look.view(
+            self._scope,
+            namespace=namespace,
+            hashes=hashes,
+            owner_id=new_owner_id(),
+            lease_s=lease_s,
+            hint=hint_message(hint, namespace),
+        )
         return AsyncViews(await self._run(flow), lease_s=lease_s, scope=self._scope, run=self._run)
 
     async def put(
@@ -153,6 +194,7 @@ class AsyncClient:
         blocks: Buffers,
         *,
         parent_hash: BlockHash | None = None,
+        hint: Hint | None = None,
     ) -> PutResult:
         """See `Client.put`: the memory must be left alone from the call on until its end, cancelled or not."""
         check_blocks(namespace, hashes, is_distinct=True)
@@ -171,8 +213,15 @@ class AsyncClient:
             blocks=views,
             parent_hash=parent_hash,
             owner_id=new_owner_id(),
+            hint=hint_message(hint, namespace),
         )
         return await self._run(flow)
+
+    async def hint(self, namespace: Namespace, hashes: Sequence[BlockHash], hint: Hint) -> None:
+        """See `Client.hint`."""
+        check_blocks(namespace, hashes)
+        check_hint(hint)
+        await self._run(hints.tell(self._scope, namespace=namespace, hashes=hashes, hint=hint.message(namespace)))
 
     @property
     def transport(self) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 from kvstore.errors import InvalidArgumentError, KvstoreError
 from kvstore.keys import BlockHash
-from kvstore.messages import DescribeNamespacesResponse, StoreInfo, StoreStats
+from kvstore.messages import DescribeNamespacesResponse, StoreInfo, StoreStats, TakeAccessesResponse
 from kvstore.namespace import Namespace
 from kvstore_client.address import find_address
 from kvstore_client.buffers import Buffers, block_views
@@ -22,11 +22,12 @@ from kvstore_client.checks import (
     check_wait_s,
 )
 from kvstore_client.config import ClientConfig
-from kvstore_client.flows import attach, fill, load, look, prefetch, prefix, store
+from kvstore_client.flows import attach, fill, hints, load, look, prefetch, prefix, store
 from kvstore_client.flows.attach import Attachment, Scope
 from kvstore_client.flows.fill import Filling
 from kvstore_client.flows.prefix import Acquired, HeldPrefix
 from kvstore_client.flows.steps import Flow
+from kvstore_client.hints import Hint, check_hint, hint_message
 from kvstore_client.ids import new_owner_id
 from kvstore_client.paths.slab import Arena
 from kvstore_client.reserved import Reserved
@@ -64,6 +65,14 @@ class Client:
         """The namespaces that the daemon knows, in full; raises `KvstoreError` when it cannot answer."""
         return self._run(attach.namespaces(self._scope))
 
+    def accesses(self, namespace: Namespace, *, after_number: int = 0) -> TakeAccessesResponse:
+        """What anybody asked of a namespace since the answer with that `last_number`; 0: begin now.
+
+        The daemon remembers some, and only for who comes back within half a minute. Raises `KvstoreError` when it
+        cannot answer.
+        """
+        return self._run(attach.accesses(self._scope, namespace, after_number=after_number))
+
     def lookup(
         self,
         namespace: Namespace,
@@ -71,6 +80,7 @@ class Client:
         *,
         wait_s: float = 0.0,
         recompute_s_per_block: float | None = None,
+        hint: Hint | None = None,
     ) -> LookupResult:
         """What the store has of a prefix; waits up to `wait_s` while somebody is writing its next block.
 
@@ -86,11 +96,17 @@ class Client:
             hashes=hashes,
             wait_s=wait_s,
             recompute_s_per_block=recompute_s_per_block,
+            hint=hint_message(hint, namespace),
         )
         return self._run(flow)
 
     def prefetch(
-        self, namespace: Namespace, hashes: Sequence[BlockHash], *, budget_bytes: int | None = None
+        self,
+        namespace: Namespace,
+        hashes: Sequence[BlockHash],
+        *,
+        budget_bytes: int | None = None,
+        hint: Hint | None = None,
     ) -> PrefetchResult:
         """Begins to bring blocks of a prefix from slower tiers into memory, head first, and waits for none of them.
 
@@ -99,7 +115,13 @@ class Client:
         """
         check_blocks(namespace, hashes)
         check_budget_bytes(budget_bytes)
-        flow = prefetch.prefetch(self._scope, namespace=namespace, hashes=hashes, budget_bytes=budget_bytes)
+        flow = prefetch.prefetch(
+            self._scope,
+            namespace=namespace,
+            hashes=hashes,
+            budget_bytes=budget_bytes,
+            hint=hint_message(hint, namespace),
+        )
         return self._run(flow)
 
     def acquire(
@@ -110,6 +132,7 @@ class Client:
         lease_s: float | None = None,
         wait_s: float = 0.0,
         recompute_s_per_block: float | None = None,
+        hint: Hint | None = None,
     ) -> Lease:
         """A lookup whose matched prefix is held until released, or for `lease_s` (None: the config's).
 
@@ -128,10 +151,13 @@ class Client:
             lease_s=lease_s,
             wait_s=wait_s,
             recompute_s_per_block=recompute_s_per_block,
+            hint=hint_message(hint, namespace),
         )
         return Lease(self._run(flow), lease_s=lease_s, scope=self._scope, run=self._run)
 
-    def get(self, namespace: Namespace, hashes: Sequence[BlockHash], into: Buffers) -> GetResult:
+    def get(
+        self, namespace: Namespace, hashes: Sequence[BlockHash], into: Buffers, *, hint: Hint | None = None
+    ) -> GetResult:
         """Loads blocks into the caller's memory: one buffer for all, or one per block.
 
         A block that is a HIT was verified and is wholly there. The memory of a MISS is untouched, unless the block
@@ -145,10 +171,24 @@ class Client:
             field="into",
             is_writable=True,
         )
-        flow = load.get(self._scope, namespace=namespace, hashes=hashes, targets=targets, owner_id=new_owner_id())
+        flow = load.get(
+            self._scope,
+            namespace=namespace,
+            hashes=hashes,
+            targets=targets,
+            owner_id=new_owner_id(),
+            hint=hint_message(hint, namespace),
+        )
         return self._run(flow)
 
-    def view(self, namespace: Namespace, hashes: Sequence[BlockHash], *, lease_s: float | None = None) -> Views:
+    def view(
+        self,
+        namespace: Namespace,
+        hashes: Sequence[BlockHash],
+        *,
+        lease_s: float | None = None,
+        hint: Hint | None = None,
+    ) -> Views:
         """Blocks where they lie, without a copy: held until released, or for `lease_s` (None: the config's).
 
         On the daemon's node they are looked at in the daemon's own memory. Elsewhere each is a private copy
@@ -157,7 +197,14 @@ class Client:
         check_blocks(namespace, hashes)
         lease_s = self._config.lease_s if lease_s is None else lease_s
         check_lease_s(lease_s)
-        flow = look.view(self._scope, namespace=namespace, hashes=hashes, owner_id=new_owner_id(), lease_s=lease_s)
+        flow = look.view(
+            self._scope,
+            namespace=namespace,
+            hashes=hashes,
+            owner_id=new_owner_id(),
+            lease_s=lease_s,
+            hint=hint_message(hint, namespace),
+        )
         return Views(self._run(flow), lease_s=lease_s, scope=self._scope, run=self._run)
 
     def put(
@@ -167,6 +214,7 @@ class Client:
         blocks: Buffers,
         *,
         parent_hash: BlockHash | None = None,
+        hint: Hint | None = None,
     ) -> PutResult:
         """Stores blocks that follow each other in one chain; `parent_hash` is the block before the first one.
 
@@ -191,11 +239,17 @@ class Client:
             blocks=views,
             parent_hash=parent_hash,
             owner_id=new_owner_id(),
+            hint=hint_message(hint, namespace),
         )
         return self._run(flow)
 
     def reserve(
-        self, namespace: Namespace, hashes: Sequence[BlockHash], *, parent_hash: BlockHash | None = None
+        self,
+        namespace: Namespace,
+        hashes: Sequence[BlockHash],
+        *,
+        parent_hash: BlockHash | None = None,
+        hint: Hint | None = None,
     ) -> Reserved:
         """Room for blocks that follow each other in one chain, to be filled in place and committed; see `Reserved`.
 
@@ -209,16 +263,31 @@ class Client:
             raise InvalidArgumentError.of("hashes", f"{len(hashes)} blocks", f"up to {self._config.batch_count_max}")
         filling: Filling = self._run(
             fill.begin(
-                self._scope, namespace=namespace, hashes=hashes, parent_hash=parent_hash, owner_id=new_owner_id()
+                self._scope,
+                namespace=namespace,
+                hashes=hashes,
+                parent_hash=parent_hash,
+                owner_id=new_owner_id(),
+                hint=hint_message(hint, namespace),
             )
         )
         return Reserved(
             filling,
             session=self._carrier.session(filling.reservations.owner_id),
-            put=lambda blocks: self.put(namespace, hashes, blocks, parent_hash=parent_hash),
+            put=lambda blocks: self.put(namespace, hashes, blocks, parent_hash=parent_hash, hint=hint),
             scope=self._scope,
             run=self._run,
         )
+
+    def hint(self, namespace: Namespace, hashes: Sequence[BlockHash], hint: Hint) -> None:
+        """Tells what became known of blocks, given in chain order, after they were used; waits for nothing.
+
+        How their request ended, say, that their session is over, or when it is expected back. This is no use of them,
+        and of blocks that are not stored nothing is remembered. Nobody is told when the daemon does not hear it.
+        """
+        check_blocks(namespace, hashes)
+        check_hint(hint)
+        self._run(hints.tell(self._scope, namespace=namespace, hashes=hashes, hint=hint.message(namespace)))
 
     def arenas(self) -> tuple[Arena, ...]:
         """The daemon's memory as far as this client has mapped it, for who registers it with a device; asks nobody.

@@ -86,6 +86,9 @@ class MemoryConfig(_Section):
     """Eviction starts above this share of the capacity."""
     low_watermark: float = Field(default=0.90, gt=0, le=1)
     """Eviction stops at this share; the gap makes it come in batches."""
+    policy: Literal["phix", "lru", "arc", "s3fifo", "window-lfu"] = "phix"
+    """Which blocks leave first. `phix` learns which are used again, and when, and takes hints of clients into account;
+    the others do not learn: `lru`, `arc`, `s3fifo`, `window-lfu`. `kvstore simulate` compares them on your own traces."""
     pages: Literal["auto", "hugetlb", "huge-tmpfs", "plain"] = "auto"
     """Memory of the arena: huge pages that were set aside (`vm.nr_hugepages`), a tmpfs mounted with `huge=`, or
     plain memory; `auto` takes the best there is. Copies run up to five times slower on 4 KiB pages."""
@@ -143,9 +146,12 @@ class NvmeConfig(_Section):
     sync: Literal["data", "none"] = "data"
     """`data`: a block is on the device before the index names it, so it survives the loss of power. `none`: it
     survives the end of the daemon only; what a power cut tore is found out by its checksum and dropped."""
-    admission: Literal["all", "second-hit", "adaptive"] = "all"
-    """Which blocks may enter: all, those that were used twice, or the one or the other by what has paid so far.
-    Whole chains enter, or none of their blocks."""
+    policy: Literal["phix", "lru", "arc", "s3fifo", "window-lfu"] = "phix"
+    """Which blocks leave first; as `memory.policy`."""
+    admission: Literal["worth", "all", "second-hit", "adaptive"] = "worth"
+    """Which blocks may enter. `worth`: all while there is room, then those that are worth more than what would have to
+    leave, as far as `policy` can tell; `all`; `second-hit`: those that were used twice; `adaptive`: all or second-hit by
+    what has paid so far. Whole chains enter, or none of their blocks."""
     write_budget_per_day: Size | None = None
     """Most bytes written in a day, to spare the device; at least 1MiB. Default no limit."""
     io_threads: int = Field(default=8, ge=1, le=64)

@@ -102,6 +102,7 @@ class Daemon:
             space=SlabSpace(slab_count=self._slab_count, slab_bytes=slab_bytes, tenant_count=self._tenants.count),
             watermarks=Watermarks(high=config.memory.high_watermark, low=config.memory.low_watermark),
             headers=self._arenas,
+            policy=config.memory.policy,
         )
         self._in_flight = InFlight(
             bytes_max=config.limits.in_flight_bytes_max,
@@ -523,6 +524,7 @@ def _nvme_settings(config: Config, *, tenants: frozenset[Tenant]) -> NvmeSetting
             policy=nvme.admission,
             write_budget_bytes_per_day=None if nvme.write_budget_per_day is None else int(nvme.write_budget_per_day),
         ),
+        policy=nvme.policy,
         batch_count=nvme.demote_batch,
         io_threads=nvme.io_threads,
         is_synced=nvme.sync == "data",

@@ -69,6 +69,15 @@ def namespaces(scope: Scope) -> Flow[m.DescribeNamespacesResponse]:
     )
 
 
+def accesses(scope: Scope, namespace: Namespace, *, after_number: int) -> Flow[m.TakeAccessesResponse]:
+    return call(
+        wire.TAKE_ACCESSES,
+        m.TakeAccessesRequest(namespace_id=namespace.id, after_number=after_number),
+        timeout_s=scope.config.control_timeout_s,
+        is_guarded=False,
+    )
+
+
 def introduced(scope: Scope) -> Flow[None]:
     """Introduces the client to the daemon if need be."""
     attachment = scope.attachment

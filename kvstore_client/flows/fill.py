@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvstore import messages as m
 from kvstore.errors import KvstoreError, ProtocolError
 from kvstore.keys import BlockHash
 from kvstore.messages import OwnerId, TransferPath
@@ -37,6 +38,7 @@ def begin(
     hashes: Sequence[BlockHash],
     parent_hash: BlockHash | None,
     owner_id: OwnerId,
+    hint: m.Hint | None = None,
 ) -> Flow[Filling]:
     """Reserves what the daemon wants of these blocks. A failure is told by the filling."""
     filling = Filling(reservations=Reservations(namespace=namespace, hashes=hashes, owner_id=owner_id))
@@ -46,7 +48,7 @@ def begin(
         if route.path is not TransferPath.SLAB or route.owner_id is None:
             return filling
         reservations.owner_id = route.owner_id
-        response = yield from reserve(scope, reservations, parent_hash=parent_hash, path=route.path)
+        response = yield from reserve(scope, reservations, parent_hash=parent_hash, path=route.path, hint=hint)
         reservations.note_reserved(response)
         records = decode_slot_records(response.slots)
         if len(records) != len(reservations.reserved):

@@ -38,6 +38,7 @@ def lease_blocks(
     path: TransferPath,
     owner_id: OwnerId,
     lease_s: float,
+    hint: m.Hint | None = None,
 ) -> Flow[Leased]:
     request = m.LeaseBlocksRequest(
         namespace_id=namespace.id,
@@ -45,6 +46,7 @@ def lease_blocks(
         block_hashes=pack_hashes(hashes),
         lease_s=min(lease_s, LEASE_S_MAX),
         path=path,
+        hint=hint,
     )
     response = yield from attached(
         scope,

@@ -36,12 +36,13 @@ def get(
     hashes: Sequence[BlockHash],
     targets: Sequence[memoryview],
     owner_id: OwnerId,
+    hint: m.Hint | None = None,
 ) -> Flow[GetResult]:
     """Fills `targets` with verified blocks. Stops at the first failed transfer; blocks loaded by then stay hits."""
     states: list[BlockState] = []
     fault: KvstoreError | None = None
     for batch in data_batches(scope.config, namespace, block_count=len(hashes)):
-        loaded = yield from _load_batch(scope, namespace, hashes[batch], targets[batch], owner_id=owner_id)
+        loaded = yield from _load_batch(scope, namespace, hashes[batch], targets[batch], owner_id=owner_id, hint=hint)
         states += loaded.states
         fault = fault or loaded.failure or loaded.fault
         if loaded.unverified:
@@ -64,18 +65,26 @@ def _load_batch(
     targets: Sequence[memoryview],
     *,
     owner_id: OwnerId,
+    hint: m.Hint | None,
 ) -> Flow[_Loaded]:
     try:
         route = yield from chosen_route(scope, is_write=False)
         if route.path is not TransferPath.STREAM:
-            return (yield from _fetch_batch(scope, namespace, hashes, targets, route=route, owner_id=owner_id))
+            return (
+                yield from _fetch_batch(scope, namespace, hashes, targets, route=route, owner_id=owner_id, hint=hint)
+            )
     except KvstoreError as error:
         return _Loaded(states=(), failure=error)
-    return (yield from _read_batch(scope, namespace, hashes, targets))
+    return (yield from _read_batch(scope, namespace, hashes, targets, hint=hint))
 
 
 def _read_batch(
-    scope: Scope, namespace: Namespace, hashes: Sequence[BlockHash], targets: Sequence[memoryview]
+    scope: Scope,
+    namespace: Namespace,
+    hashes: Sequence[BlockHash],
+    targets: Sequence[memoryview],
+    *,
+    hint: m.Hint | None,
 ) -> Flow[_Loaded]:
     assembler = BlockAssembler(
         namespace_id=namespace.id,
@@ -83,7 +92,7 @@ def _read_batch(
         targets=targets,
         payload_bytes=namespace.block_layout.payload_bytes,
     )
-    request = m.ReadBlocksRequest(namespace_id=namespace.id, block_hashes=pack_hashes(hashes))
+    request = m.ReadBlocksRequest(namespace_id=namespace.id, block_hashes=pack_hashes(hashes), hint=hint)
     timeout_s = scope.config.data_timeout_s(len(hashes) * namespace.block_layout.payload_bytes)
     failure: KvstoreError | None = None
     try:
@@ -103,14 +112,15 @@ def _fetch_batch(
     *,
     route: Route,
     owner_id: OwnerId,
+    hint: m.Hint | None,
 ) -> Flow[_Loaded]:
     timeout_s = scope.config.data_timeout_s(len(hashes) * namespace.block_layout.payload_bytes)
     if route.path is TransferPath.SLAB and route.owner_id is not None:
-        is_done = yield from _fetch_known(scope, namespace, hashes, targets, owner_id=route.owner_id)
+        is_done = yield from _fetch_known(scope, namespace, hashes, targets, owner_id=route.owner_id, hint=hint)
         if is_done:
             return _Loaded(states=[BlockState.HIT] * len(hashes))
     leased = yield from lease_blocks(
-        scope, namespace, hashes, path=route.path, owner_id=route.owner_id or owner_id, lease_s=timeout_s
+        scope, namespace, hashes, path=route.path, owner_id=route.owner_id or owner_id, lease_s=timeout_s, hint=hint
     )
     states = list(leased.states)
     if not leased.hits:
@@ -146,6 +156,7 @@ def _fetch_known(
     targets: Sequence[memoryview],
     *,
     owner_id: OwnerId,
+    hint: m.Hint | None,
 ) -> Flow[bool]:
     """Copies blocks from where this client has met them before, without asking; False when they are not all there."""
     slots: bytes = yield Recall(namespace=namespace, hashes=hashes, owner_id=owner_id)
@@ -165,6 +176,6 @@ def _fetch_known(
         return False  # some have left meanwhile, or are damaged: the daemon is asked after all
     yield Post(
         method=wire.COUNT_READS,
-        request=m.CountReadsRequest(namespace_id=namespace.id, block_hashes=pack_hashes(hashes)),
+        request=m.CountReadsRequest(namespace_id=namespace.id, block_hashes=pack_hashes(hashes), hint=hint),
     )
     return True

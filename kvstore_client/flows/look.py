@@ -33,7 +33,13 @@ class Viewed:
 
 
 def view(
-    scope: Scope, *, namespace: Namespace, hashes: Sequence[BlockHash], owner_id: OwnerId, lease_s: float
+    scope: Scope,
+    *,
+    namespace: Namespace,
+    hashes: Sequence[BlockHash],
+    owner_id: OwnerId,
+    lease_s: float,
+    hint: m.Hint | None = None,
 ) -> Flow[Viewed]:
     """Leases what is stored among these blocks and says where it lies; private copies where no memory is shared."""
     states: list[BlockState] = []
@@ -46,11 +52,11 @@ def view(
     try:
         route = yield from chosen_route(scope, is_write=False)
         if route.path is not TransferPath.SLAB or route.owner_id is None:
-            return (yield from _copies(scope, namespace=namespace, hashes=hashes, owner_id=owner_id))
+            return (yield from _copies(scope, namespace=namespace, hashes=hashes, owner_id=owner_id, hint=hint))
         for batch in hash_batches(scope.config, block_count=len(hashes)):
             wanted = hashes[batch]
             leased = yield from lease_blocks(
-                scope, namespace, wanted, path=route.path, owner_id=route.owner_id, lease_s=lease_s
+                scope, namespace, wanted, path=route.path, owner_id=route.owner_id, lease_s=lease_s, hint=hint
             )
             leases.append(leased)
             if not leased.hits:
@@ -130,10 +136,12 @@ def _place(
     return unverified
 
 
-def _copies(scope: Scope, *, namespace: Namespace, hashes: Sequence[BlockHash], owner_id: OwnerId) -> Flow[Viewed]:
+def _copies(
+    scope: Scope, *, namespace: Namespace, hashes: Sequence[BlockHash], owner_id: OwnerId, hint: m.Hint | None
+) -> Flow[Viewed]:
     size_bytes = namespace.block_layout.payload_bytes
     targets = [memoryview(bytearray(size_bytes)) for _ in hashes]
-    loaded = yield from get(scope, namespace=namespace, hashes=hashes, targets=targets, owner_id=owner_id)
+    loaded = yield from get(scope, namespace=namespace, hashes=hashes, targets=targets, owner_id=owner_id, hint=hint)
     return Viewed(
         namespace=namespace,
         states=loaded.states,

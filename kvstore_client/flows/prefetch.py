@@ -17,7 +17,12 @@ from kvstore_client.results import PrefetchResult
 
 
 def prefetch(
-    scope: Scope, *, namespace: Namespace, hashes: Sequence[BlockHash], budget_bytes: int | None
+    scope: Scope,
+    *,
+    namespace: Namespace,
+    hashes: Sequence[BlockHash],
+    budget_bytes: int | None,
+    hint: m.Hint | None = None,
 ) -> Flow[PrefetchResult]:
     """Batch by batch; once one was refused, or the budget is used up, what follows is refused unasked."""
     block_bytes = ENVELOPE_BYTES + namespace.block_layout.payload_bytes
@@ -30,7 +35,7 @@ def prefetch(
                 refused_count += batch.stop - batch.start
                 continue
             request = m.PrefetchBlocksRequest(
-                namespace_id=namespace.id, block_hashes=pack_hashes(hashes[batch]), budget_bytes=left_bytes
+                namespace_id=namespace.id, block_hashes=pack_hashes(hashes[batch]), budget_bytes=left_bytes, hint=hint
             )
             response = yield from attached(
                 scope,

@@ -13,6 +13,7 @@ from kvstore.messages import BlockState, CutReason, Epoch, LeaseId, OwnerId
 from kvstore.namespace import Namespace
 from kvstore_client.flows.attach import Scope, attached, best_effort, chosen_route
 from kvstore_client.flows.batches import hash_batches
+from kvstore_client.flows.hints import tell
 from kvstore_client.flows.states import block_states, leading_hits, matched_hits
 from kvstore_client.flows.steps import Flow, Glance, call
 from kvstore_client.results import LookupResult, padded
@@ -69,9 +70,12 @@ def lookup(
     hashes: Sequence[BlockHash],
     wait_s: float,
     recompute_s_per_block: float | None = None,
+    hint: m.Hint | None = None,
 ) -> Flow[LookupResult]:
     # Not before the daemon has introduced itself, or after it was lost: then it is to be asked.
     if hashes and scope.attachment.epoch is not None and (yield Glance(namespace=namespace, hashes=hashes)):
+        if hint is not None:
+            yield from tell(scope, namespace=namespace, hashes=hashes, hint=hint)
         return LookupResult(states=(BlockState.HIT,) * len(hashes), matched_count=len(hashes))
     states: tuple[BlockState, ...] = ()
     matched_count = left_out_count = 0
@@ -86,6 +90,7 @@ def lookup(
                 block_hashes=pack_hashes(hashes[batch]),
                 wait_s=wait_s if is_unbroken else 0.0,
                 recompute_s_per_block=(recompute_s_per_block or 0.0) if is_unbroken else 0.0,
+                hint=hint,
             )
             response = yield from attached(
                 scope,
@@ -123,6 +128,7 @@ def acquire(
     lease_s: float,
     wait_s: float,
     recompute_s_per_block: float | None = None,
+    hint: m.Hint | None = None,
 ) -> Flow[Acquired]:
     """Leases the matched prefix, batch by batch; a failure keeps what was leased before it."""
     states: list[BlockState] = []
@@ -144,6 +150,7 @@ def acquire(
                 lease_s=lease_s,
                 wait_s=wait_s,
                 recompute_s_per_block=recompute_s_per_block or 0.0,
+                hint=hint,
             )
             response = yield from attached(
                 scope,

@@ -66,7 +66,12 @@ class Reservations:
 
 
 def reserve(
-    scope: Scope, reservations: Reservations, *, parent_hash: BlockHash | None, path: TransferPath
+    scope: Scope,
+    reservations: Reservations,
+    *,
+    parent_hash: BlockHash | None,
+    path: TransferPath,
+    hint: m.Hint | None,
 ) -> Flow[m.ReserveBlocksResponse]:
     """Asks for reservations. The caller notes them, and owes them an end from then on."""
     request = m.ReserveBlocksRequest(
@@ -76,6 +81,7 @@ def reserve(
         block_hashes=pack_hashes(reservations.hashes),
         reservation_s=scope.config.reservation_s,
         path=path,
+        hint=hint,
     )
     response = yield from attached(
         scope,

@@ -27,6 +27,7 @@ def put(
     blocks: Sequence[memoryview],
     parent_hash: BlockHash | None,
     owner_id: OwnerId,
+    hint: m.Hint | None = None,
 ) -> Flow[PutResult]:
     """Reserves, moves and commits batch by batch. Stops where the chain breaks: what follows could not be found."""
     states: list[PutState] = []
@@ -40,6 +41,7 @@ def put(
             hashes=hashes[batch],
             blocks=blocks[batch],
             owner_id=owner_id,
+            hint=hint,
         )
         try:
             yield from _put_batch(scope, transfer, parent_hash=parent, checksums=checksums, batch=batch)
@@ -80,9 +82,11 @@ class _Transfer(Reservations):
         hashes: Sequence[BlockHash],
         blocks: Sequence[memoryview],
         owner_id: OwnerId,
+        hint: m.Hint | None,
     ) -> None:
         super().__init__(namespace=namespace, hashes=hashes, owner_id=owner_id)
         self.blocks = blocks
+        self.hint = hint
 
     def send(
         self,
@@ -158,7 +162,7 @@ def _move_batch(
 ) -> Flow[None]:
     """`checksum_of` a block of the batch; None where whoever copies the block takes it."""
     config, namespace = scope.config, transfer.namespace
-    response = yield from reserve(scope, transfer, parent_hash=parent_hash, path=path)
+    response = yield from reserve(scope, transfer, parent_hash=parent_hash, path=path, hint=transfer.hint)
     try:
         transfer.note_reserved(response)
         if not transfer.reserved:

@@ -35,6 +35,7 @@ IDEMPOTENT = frozenset(
         wire.VERIFY_BLOCKS,
         wire.PREFETCH_BLOCKS,
         wire.DESCRIBE_NAMESPACES,
+        wire.HINT_BLOCKS,
     )
 )
 """Calls that may be made again when the session they were made in has ended."""

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from kvstore.errors import InvalidArgumentError
 
-AdmissionPolicy = Literal["all", "second-hit", "adaptive"]
+AdmissionPolicy = Literal["worth", "all", "second-hit", "adaptive"]
 
 _DAY_S = 86_400.0
 _BURST_S = 3_600.0
@@ -30,6 +30,8 @@ class Refusal(StrEnum):
     """It is here already."""
     IN_PROGRESS = "in_progress"
     """It is being written."""
+    WORTH_LESS = "worth_less"
+    """It is worth no more than what would have to leave for it."""
     NOT_REUSED = "not_reused"
     """It has been used too seldom."""
     BUDGET = "budget"
@@ -41,7 +43,8 @@ class Refusal(StrEnum):
 class Admission:
     """Accepts blocks by how often they were used, and as long as the budget lasts. Knows neither blocks nor clock.
 
-    `all` takes every block, `second-hit` those that were used twice. `adaptive` begins as `all` and acts as
+    `all` takes every block. So does `worth` as far as this class goes: what a block is worth beside those that would have
+    to leave for it the eviction policy knows, and its owner asks it. `second-hit` those that were used twice. `adaptive` begins as `all` and acts as
     `second-hit` while writes come faster than the budget allows, or hardly any block is read before it is evicted.
     `second-hit` is chain-wise by itself: every use of a block is one of all its ancestors, so their counts are never
     lower than its own, and of every chain a leading run is accepted. The budget, and `adaptive` when it changes its
@@ -62,6 +65,11 @@ class Admission:
         self._is_too_seldom_read = False
         self._was_read: deque[bool] = deque(maxlen=_JUDGED_COUNT)
         self._read_count = 0
+
+    @property
+    def is_by_worth(self) -> bool:
+        """Whether a full tier takes only what is worth more than what it has."""
+        return self._policy == "worth"
 
     @property
     def is_selective(self) -> bool:

@@ -15,9 +15,10 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from kvstore.errors import InvalidArgumentError
-from kvstore.eviction import LeafLru
+from kvstore.eviction import NO_HINT, Evictor, Request, Use
 from kvstore.keys import BlockHash
 from kvstore_server.core.admission import Admission, Refusal
+from kvstore_server.core.fates import Fate
 from kvstore_server.core.space import SLOT_ALIGNMENT_BYTES, Place, SlabId, SlabSpace
 from kvstore_server.core.store import NAMESPACE_COUNT_MAX, BlockKey
 from kvstore_server.core.tenants import ScopedId, Tenant, tenant_of
@@ -85,20 +86,24 @@ class DiskCore:
     has been another tenant's needs no wiping.
     """
 
-    def __init__(self, *, space: SlabSpace, admission: Admission) -> None:
+    def __init__(self, *, space: SlabSpace, admission: Admission, policy: str = "lru") -> None:
         """Slabs of `space` are the segments; each is added to it once it exists."""
         self.space = space
         self.counters = DiskCounters()
         self._admission = admission
         self._last_sequence = 0
         self._namespaces: dict[ScopedId, _NamespaceEntry] = {}
-        self._recency: LeafLru[BlockKey] = LeafLru(refusal_count_max=_REFUSAL_COUNT_MAX)
+        self._evictor: Evictor[BlockKey] = Evictor(policy, capacity_blocks=1, refusal_count_max=_REFUSAL_COUNT_MAX)
+        self._now_s = 0.0  # the newest time that a caller has told
+        self._writing_use: Use | None = None
         self._key_at: dict[Place, BlockKey] = {}
         # Whether a stored block was read since it was written. Absent: restored and not read since, so nobody knows.
         self._was_read: dict[Place, bool] = {}
         # Reads and writes under way in each segment. Absent: 0.
         self._use_counts: dict[SlabId, int] = {}
         self._evicted: dict[BlockKey, None] = {}  # a dict for its order
+        self.on_left: Callable[[Sequence[BlockKey], Fate], None] = _nobody
+        """Told of blocks that have left."""
 
     # --- namespaces
 
@@ -114,7 +119,9 @@ class DiskCore:
             if slot_bytes > self.space.slab_bytes or not self._make_room_for_a_namespace():
                 return None
             self._namespaces[namespace_id] = _NamespaceEntry()
-        return self.space.open(namespace_id, block_bytes=slot_bytes)
+        opened_bytes = self.space.open(namespace_id, block_bytes=slot_bytes)
+        self._evictor.capacity_blocks = max(self._evictor.capacity_blocks, self.space.capacity_bytes // opened_bytes)
+        return opened_bytes
 
     def is_open(self, namespace_id: ScopedId) -> bool:
         return namespace_id in self._namespaces
@@ -140,36 +147,53 @@ class DiskCore:
         if block is not None:
             self.space.retain((block.place,))
             self._count_use(block.place, +1)
-            self._recency.hold((key,))
+            self._evictor.hold((key,))
             self._was_read[block.place] = True
             self.counters.read_count += 1
         return block
 
     def end_read(self, key: BlockKey, block: DiskBlock) -> None:
         if self.find(key) == block:
-            self._recency.unhold((key,))
+            self._evictor.unhold((key,))
         self._count_use(block.place, -1)
         self.space.release(block.place)
 
-    def touch(self, keys: Iterable[BlockKey]) -> None:
-        """Counts one use of a chain given head first; blocks that are not here are passed over."""
-        self._recency.touch_chain(keys)
+    # --- use
+
+    def begin_use(self, request: Request, *, now_s: float, chain_blocks: int, matched_blocks: int) -> Use:
+        """A request uses a chain, whatever is here of it."""
+        self._now_s = now_s
+        return self._evictor.begin(request, now_s=now_s, chain_blocks=chain_blocks, matched_blocks=matched_blocks)
+
+    def touch(self, keys: Sequence[BlockKey], *, use: Use) -> None:
+        """Counts this use of a chain given head first; blocks that are not here are passed over."""
+        if use.maker is self._evictor:
+            self._evictor.touch_chain(keys, use=use)
+
+    def describe(self, keys: Sequence[BlockKey], request: Request, *, now_s: float) -> None:
+        """More is known of the request that used this chain last."""
+        self._now_s = now_s
+        self._evictor.describe(keys, request, now_s=now_s)
 
     # --- writing
 
-    def wants(self, key: BlockKey, *, use_count: int, now_s: float) -> bool:
-        """Whether a block is to be written here; counts the reason when it is not.
+    def wants(self, key: BlockKey, *, use_count: int, use: Use | None = None, now_s: float) -> bool:
+        """Whether a block is to be written here, which was last used for `use`; counts the reason when it is not.
 
         A block that others here follow is wanted whatever admission says, and on credit if need be: without it they
         are of no use to anybody.
         """
-        refusal = self._refusal(key, use_count=use_count, now_s=now_s)
+        refusal = self._refusal(key, use_count=use_count, use=use, now_s=now_s)
         if refusal is not None:
             self.counters.refused_counts[refusal] += 1
         return refusal is None
 
-    def begin_write(self, key: BlockKey, *, parent_hash: BlockHash | None, now_s: float) -> DiskWrite | None:
+    def begin_write(
+        self, key: BlockKey, *, parent_hash: BlockHash | None, use: Use | None = None, now_s: float
+    ) -> DiskWrite | None:
         """Takes a slot, at the cost of colder blocks if need be; owes one `end_write`.
+
+        `use`: for which the block was last used; None, or one of another tier: not known, and so now.
 
         None: there is no room, or the block is here or on its way already.
         """
@@ -177,11 +201,12 @@ class DiskCore:
         if entry is None or key.block_hash in entry.stored or key.block_hash in entry.writing:
             return None
         # Into the tree first, so that room for a block is not made at its own parent's cost.
-        self._recency.insert(key, parent=_parent_key(key, parent_hash))
-        self._recency.hold((key,))
+        own_use = self._own(use) or self._use_of_writes(now_s)
+        self._evictor.insert(key, parent=_parent_key(key, parent_hash), use=own_use)
+        self._evictor.hold((key,))
         place = self._take_place(key.namespace_id)
         if place is None:
-            self._recency.remove(key)
+            self._evictor.remove(key)
             return None
         self._last_sequence += 1
         write = DiskWrite(
@@ -205,7 +230,7 @@ class DiskCore:
         self._count_use(write.place, -1)
         if stored_bytes is None:
             # Not refunded: some of it may have been written.
-            self._recency.remove(key)
+            self._evictor.remove(key)
             self.space.release(write.place)
             return
         assert 0 < stored_bytes <= write.slot_bytes, f"{stored_bytes} bytes in {write}"
@@ -213,7 +238,7 @@ class DiskCore:
         self._key_at[write.place] = key
         self._was_read[write.place] = False
         self._evicted.pop(key, None)
-        self._recency.unhold((key,))
+        self._evictor.unhold((key,))
         self._admission.refund(write.slot_bytes - stored_bytes)
         self.counters.written_count += 1
         self.counters.written_bytes += stored_bytes
@@ -224,9 +249,10 @@ class DiskCore:
         """Drops a block that did not verify, unless it was replaced meanwhile; readers keep its slot until they end."""
         if self.find(key) != block:
             return False
-        self._recency.remove(key)
+        self._evictor.remove(key)
         self._was_read.pop(block.place, None)
         self._forget(key)
+        self.on_left([key], Fate.FAILED)
         self.counters.dropped_count += 1
         return True
 
@@ -252,14 +278,16 @@ class DiskCore:
 
     # --- starting
 
-    def restore(self, records: Iterable[_Record], *, slot_bytes_of: Mapping[ScopedId, int]) -> list[BlockKey]:
+    def restore(
+        self, records: Iterable[_Record], *, slot_bytes_of: Mapping[ScopedId, int], now_s: float
+    ) -> list[BlockKey]:
         """Makes blocks readable that an index names, in segments of `space` that nothing is in yet.
 
         Opens their namespaces with these slot sizes. The order of their sequences becomes that of their recency, and
         the latest wins where two want the same slot, or two namespaces the same segment. Returns those that are not
         stored now: beaten so, out of range, misaligned, or of a namespace that cannot be opened or has no slot size.
         """
-        assert not self._recency, "blocks can only be restored before others are written"
+        assert not self._evictor, "blocks can only be restored before others are written"
         slots = {namespace_id: self._restored_slot_bytes(namespace_id, slot_bytes_of) for namespace_id in slot_bytes_of}
         oldest_first = sorted(records, key=_sequence_of)
         sound = [
@@ -271,7 +299,7 @@ class DiskCore:
         self._key_at = {block[0]: key for key, block in restored}
         make_key = BlockKey._make
         parents = [None if block[3] is None else make_key((key[0], block[3])) for key, block in restored]
-        self._recency.restore([key for key, _ in restored], parents)
+        self._evictor.restore([key for key, _ in restored], parents, now_s=now_s)
         # Also of refused ones: what they were of may still be on the disk.
         sequences = (block.sequence for _, block in reversed(oldest_first) if block.sequence <= _SEQUENCE_MAX)
         self._last_sequence = max(self._last_sequence, next(sequences, 0))
@@ -306,7 +334,7 @@ class DiskCore:
 
     def check_invariants(self) -> None:
         self.space.check_invariants()
-        self._recency.check_invariants()
+        self._evictor.check_invariants()
         stored = {
             BlockKey(namespace_id, block_hash): block
             for namespace_id, entry in self._namespaces.items()
@@ -315,8 +343,8 @@ class DiskCore:
         writing = {write.key: write for entry in self._namespaces.values() for write in entry.writing.values()}
         assert {block.place: key for key, block in stored.items()} == self._key_at, "places and index disagree"
         assert not stored.keys() & writing.keys(), "a block is stored and being written"
-        assert len(self._recency) == len(stored) + len(writing), (
-            f"{len(self._recency)} in recency, {len(stored)} stored, {len(writing)} being written"
+        assert len(self._evictor) == len(stored) + len(writing), (
+            f"{len(self._evictor)} in the evictor, {len(stored)} stored, {len(writing)} being written"
         )
         blocks: list[DiskBlock | DiskWrite] = [*stored.values(), *writing.values()]
         places = [block.place for block in blocks]
@@ -326,9 +354,9 @@ class DiskCore:
         assert max(sequences, default=0) <= self._last_sequence, "a sequence from the future"
         for key, block in stored.items():
             is_used = self.space.ref_count(block.place) > 1
-            assert self._recency.is_held(key) == is_used, f"{key} is wrongly held or not"
+            assert self._evictor.is_held(key) == is_used, f"{key} is wrongly held or not"
         for key, write in writing.items():
-            assert self._recency.is_held(key), f"{key} is being written and could be evicted"
+            assert self._evictor.is_held(key), f"{key} is being written and could be evicted"
             assert self.space.ref_count(write.place) == 1, f"{key} has no place of its own"
         for slab in self._use_counts:
             assert self.space.taken_places(slab), f"segment {slab} is in use and empty"
@@ -336,6 +364,13 @@ class DiskCore:
         assert self._was_read.keys() <= self._key_at.keys(), "it is remembered of nothing whether it was read"
 
     # --- inside
+
+    def _use_of_writes(self, now_s: float) -> Use:
+        """Blocks of a batch come at once, and for the same use, as far as is known here."""
+        self._now_s = now_s
+        if self._writing_use is None or self._writing_use.now_s != now_s:
+            self._writing_use = self._evictor.begin(NO_HINT, now_s=now_s, chain_blocks=1, matched_blocks=0)
+        return self._writing_use
 
     def _make_room_for_a_namespace(self) -> bool:
         """Forgets an empty one when there are too many; False when all hold something."""
@@ -350,7 +385,11 @@ class DiskCore:
                 return True
         return False
 
-    def _refusal(self, key: BlockKey, *, use_count: int, now_s: float) -> Refusal | None:
+    def _own(self, use: Use | None) -> Use | None:
+        """None, too, for one that was made before this tier was opened: it means nothing to this evictor."""
+        return use if use is not None and use.maker is self._evictor else None
+
+    def _refusal(self, key: BlockKey, *, use_count: int, use: Use | None, now_s: float) -> Refusal | None:
         entry = self._namespaces.get(key.namespace_id)
         if entry is None:
             return Refusal.NOT_OPEN
@@ -358,9 +397,21 @@ class DiskCore:
             return Refusal.KNOWN
         if key.block_hash in entry.writing:
             return Refusal.IN_PROGRESS
-        if self._recency.is_parent(key):
+        if self._evictor.is_parent(key):
             return None
-        return self._admission.refusal(use_count=use_count, now_s=now_s)
+        refusal = self._admission.refusal(use_count=use_count, now_s=now_s)
+        own_use = self._own(use)
+        if refusal is None and own_use is not None and self._admission.is_by_worth and self._is_full(key.namespace_id):
+            self._now_s = now_s
+            if not self._evictor.admits(own_use, keys=(key,)):
+                self._evictor.bypassed((key,), use=own_use)
+                return Refusal.WORTH_LESS
+        return refusal
+
+    def _is_full(self, namespace_id: ScopedId) -> bool:
+        """Whether one more block costs another, and no segment can be made for it."""
+        space = self.space
+        return space.ready_bytes >= space.capacity_bytes and space.missing_slab_count({namespace_id: 1}) > 0
 
     def _take_place(self, namespace_id: ScopedId) -> Place | None:
         """A place, at the cost of colder blocks if need be; None when everything is in use, or another tenant's."""
@@ -383,9 +434,11 @@ class DiskCore:
         """
         tenant = tenant_of(namespace_id)
         if self.space.tenant_count == 1:
-            coldest = self._recency.peek_coldest()
+            coldest = self._evictor.peek_coldest(now_s=self._now_s)
         else:
-            coldest = self._recency.peek_coldest(may_evict=lambda key: tenant_of(key.namespace_id) == tenant)
+            coldest = self._evictor.peek_coldest(
+                may_evict=lambda key: tenant_of(key.namespace_id) == tenant, now_s=self._now_s
+            )
         if coldest is None or coldest.namespace_id == namespace_id:
             return False
         unused = [
@@ -420,11 +473,15 @@ class DiskCore:
         """Evicts all blocks of a segment that nobody uses."""
         keys = [self._key_at[place] for place in self.space.taken_places(slab)]
         for key in keys:
-            self._recency.remove(key)
+            self._evictor.remove(key)
         self._end_evicted(keys)
 
     def _evict(self, count: int, *, may_evict: Callable[[BlockKey], bool]) -> None:
-        self._end_evicted(self._recency.pop_coldest(goal_bytes=count, size_bytes_of=lambda _: 1, may_evict=may_evict))
+        self._end_evicted(
+            self._evictor.pop_coldest(
+                goal_bytes=count, size_bytes_of=lambda _: 1, may_evict=may_evict, now_s=self._now_s
+            )
+        )
 
     def _end_evicted(self, keys: Sequence[BlockKey]) -> None:
         for key in keys:
@@ -433,10 +490,11 @@ class DiskCore:
                 self._admission.count_eviction(was_read=was_read)
                 self.counters.read_before_evicted_count += was_read
             self._forget(key)
+        self.on_left(keys, Fate.EVICTED)
         self.counters.evicted_count += len(keys)
 
     def _forget(self, key: BlockKey) -> None:
-        """Of a block that recency has forgotten."""
+        """Of a block that the evictor has forgotten."""
         entry = self._namespaces[key.namespace_id]
         block = entry.stored.pop(key.block_hash)
         del self._key_at[block.place]
@@ -483,6 +541,10 @@ class DiskCore:
             self._use_counts[slab] = count
         else:
             del self._use_counts[slab]
+
+
+def _nobody(keys: Sequence[BlockKey], fate: Fate) -> None:
+    """Is told when nobody else is."""
 
 
 def _sequence_of(record: _Record) -> int:

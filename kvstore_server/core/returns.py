@@ -87,6 +87,7 @@ class GapModel:
 @dataclass(slots=True, kw_only=True)
 class _Session:
     tail: BlockHash
+    turn: int | None
     ended_s: float
     finish: Finish
     expected_s: float | None
@@ -117,26 +118,28 @@ class Returns:
         key: SessionKey,
         tail: BlockHash,
         *,
+        turn: int | None = None,
         finish: Finish = Finish.UNKNOWN,
         expected_return_s: float | None = None,
         now_s: float,
     ) -> None:
-        """A turn has ended, or more has become known of how: the session is away from now on."""
+        """A turn has ended, or more has become known of it: the session is away from now on."""
         self._sessions.pop(key, None)
         if len(self._sessions) >= _SESSION_COUNT_MAX:
             del self._sessions[next(iter(self._sessions))]
         expected_s = None if expected_return_s is None else now_s + expected_return_s
-        session = _Session(tail=tail, ended_s=now_s, finish=finish, expected_s=expected_s, check=0)
+        session = _Session(tail=tail, turn=turn, ended_s=now_s, finish=finish, expected_s=expected_s, check=0)
         self._sessions[key] = session
         first_s = now_s + self._recheck_s
         if expected_s is not None:
             first_s = max(first_s, expected_s - self._horizon_s)
         self._check_at(key, session, first_s)
 
-    def come(self, key: SessionKey, *, now_s: float) -> None:
-        """The session is back; its gap is learned from."""
-        session = self._sessions.pop(key, None)
-        if session is not None:
+    def come(self, key: SessionKey, *, turn: int | None = None, now_s: float) -> None:
+        """The session is back, unless this is still the turn that it left after; its gap is learned from."""
+        session = self._sessions.get(key)
+        if session is not None and (turn is None or turn != session.turn):
+            del self._sessions[key]
             self.gaps[session.finish].note(max(now_s - session.ended_s, 0.0))
 
     def end(self, key: SessionKey) -> None:

@@ -7,7 +7,7 @@ they go by the slots' headers, which change here in the same breath as what they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat, takewhile
 from math import inf
@@ -15,9 +15,9 @@ from typing import NamedTuple, Protocol
 
 from kvstore.envelope import ENVELOPE_BYTES, EnvelopeTemplate, PayloadChecksum
 from kvstore.errors import CapacityError, LayoutMismatchError, NamespaceUnknownError
-from kvstore.eviction import LeafLru, Watermarks
+from kvstore.eviction import NO_HINT, Evictor, Request, Use, Watermarks
 from kvstore.exact import exact_envelopes
-from kvstore.keys import BlockHash
+from kvstore.keys import BlockHash, pack_hashes
 from kvstore.layout import DTYPE_BYTES
 from kvstore.messages import (
     BlockState,
@@ -33,7 +33,11 @@ from kvstore.messages import (
 )
 from kvstore.namespace import Namespace
 from kvstore.slab import SLOT_HEADER_BYTES, Generation
+from kvstore_server.core.fates import Fate
 from kvstore_server.core.holds import HoldTable
+from kvstore_server.core.prefetches import Prefetches
+from kvstore_server.core.reuse import Reuse
+from kvstore_server.core.siblings import are_siblings
 from kvstore_server.core.space import Place, SlabId, SlabSpace
 from kvstore_server.core.tenants import DEFAULT_TENANT, ScopedId, Tenant, namespace_of, scoped, tenant_of
 
@@ -61,6 +65,8 @@ _PROMOTED_USE_COUNT = 1
 
 _SHOWN_NAME_MAX = 128
 """Characters of a model's name in the figures: those of all namespaces together must fit into one message."""
+
+_REFUSED_STATES = frozenset({ReserveState.DRAINING, ReserveState.OVERLOADED, ReserveState.ORPHAN, ReserveState.FULL})
 
 _IN_SLOT_PATHS = frozenset({TransferPath.SLAB, TransferPath.NIXL})
 """Ways on which the client writes into the slot itself."""
@@ -110,17 +116,27 @@ class Departure(NamedTuple):
     block: StoredBlock
     parent_hash: BlockHash | None
     """As it was claimed; None: the start of a prompt."""
-    use_count: int
+    use: Use | None
+    """For which it came here, or was used last, in the lower tier's own terms; None: not known there."""
 
 
 class LowerTier(Protocol):
-    """What the memory tier asks of the tier below it: plain questions, which are asked often and change nothing."""
+    """What the memory tier asks and tells the tier below it: often, and nothing of it takes long."""
 
     def find(self, key: BlockKey) -> object | None:
         """Anything but None: the block is there and can be read."""
 
-    def wants(self, key: BlockKey, *, use_count: int, now_s: float) -> bool:
+    def wants(self, key: BlockKey, *, use_count: int, use: Use | None, now_s: float) -> bool:
         """Whether a block that is not there should be written; an answer binds nobody, and is asked for again."""
+
+    def begin_use(self, request: Request, *, now_s: float, chain_blocks: int, matched_blocks: int) -> Use:
+        """A request uses a chain, whatever is there of it: both tiers learn from it."""
+
+    def touch(self, keys: Sequence[BlockKey], *, use: Use) -> None:
+        """Counts this use of blocks of a chain, given head first, that are there."""
+
+    def describe(self, keys: Sequence[BlockKey], request: Request, *, now_s: float) -> None:
+        """More is known of the request that used this chain, given head first, last."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -133,6 +149,8 @@ class Reservation:
     id: ReservationId
     owner_id: OwnerId
     key: BlockKey
+    use: Use
+    """For which the block comes."""
     place: Place
     generation: Generation
     path: TransferPath
@@ -175,6 +193,8 @@ class Counters:
     expired_reservation_count: int = 0
     stranded_reservation_count: int = 0
     expired_lease_count: int = 0
+    expired_block_count: int = 0
+    """Blocks that were unused for as long as their clients had said that they were worth keeping."""
     corrupt_on_commit_count: int = 0
     corrupt_in_memory_count: int = 0
     refused_full_count: int = 0
@@ -242,6 +262,7 @@ class StoreCore:
         space: SlabSpace,
         watermarks: Watermarks,
         headers: SlotHeaders,
+        policy: str = "lru",
         lower: LowerTier | None = None,
         departing_bytes_max: int = _DEPARTING_BYTES_MAX,
     ) -> None:
@@ -258,10 +279,14 @@ class StoreCore:
         self._headers = headers
         self._last_generation = 0
         self.counters = Counters()
+        self.reuse = Reuse(used_bytes=lambda: space.used_bytes)
+        self.prefetches: Prefetches[BlockKey] = Prefetches()
         self.is_draining = False
         self._watermarks = watermarks
         self._namespaces: dict[ScopedId, _NamespaceEntry] = {}
-        self._recency: LeafLru[BlockKey] = LeafLru(refusal_count_max=_REFUSAL_COUNT_MAX)
+        # Found when they are asked for; of no use any more once a namespace has come or gone.
+        self._siblings: dict[ScopedId, list[ScopedId]] = {}
+        self._evictor: Evictor[BlockKey] = Evictor(policy, capacity_blocks=1, refusal_count_max=_REFUSAL_COUNT_MAX)
         # Of stored blocks that do not depart.
         self._key_at: dict[Place, BlockKey] = {}
         self._departing: dict[Place, Departure] = {}
@@ -296,8 +321,10 @@ class StoreCore:
             self._make_room_for_a_namespace(tenant)
         block_bytes = SLOT_HEADER_BYTES + ENVELOPE_BYTES + expected_bytes
         slot_bytes = self.space.open(namespace_id, block_bytes=block_bytes)
+        self._evictor.capacity_blocks = max(self._evictor.capacity_blocks, self.space.capacity_bytes // slot_bytes)
         if namespace_id not in self._namespaces:
             self._namespaces[namespace_id] = _NamespaceEntry(namespace=namespace, envelopes=exact_envelopes(namespace))
+            self._siblings.clear()
         return slot_bytes
 
     def namespace_ids(self) -> list[ScopedId]:
@@ -336,6 +363,18 @@ class StoreCore:
             )
         return Found(states, is_stored.translate(_TIER_OF_IS_STORED), matched_count)
 
+    def siblings(self, namespace_id: ScopedId) -> list[ScopedId]:
+        """Namespaces of the same tenant whose blocks would serve here as well, but for a setting that differs."""
+        found = self._siblings.get(namespace_id)
+        if found is None:
+            own, tenant = self._entry(namespace_id).namespace, tenant_of(namespace_id)
+            found = self._siblings[namespace_id] = [
+                other_id
+                for other_id, entry in self._namespaces.items()
+                if tenant_of(other_id) == tenant and are_siblings(own, entry.namespace)
+            ]
+        return found
+
     def stored(self, namespace_id: ScopedId) -> Mapping[BlockHash, StoredBlock]:
         """All readable blocks of a namespace, as they come and go; not to be changed."""
         return self._entry(namespace_id).stored
@@ -357,13 +396,15 @@ class StoreCore:
         owner_id: OwnerId,
         now_s: float,
         duration_s: float,
+        request: Request = NO_HINT,
     ) -> LeaseId | None:
         """Leases stored blocks as one hold and counts a use of them; None when there are none."""
         if not hashes:
             return None
         stored = self._entry(namespace_id).stored
         blocks = [stored[block_hash] for block_hash in hashes]
-        return self._lease(blocks, owner_id=owner_id, now_s=now_s, duration_s=duration_s)
+        use = self._begin_use(request, now_s=now_s, chain_blocks=len(hashes), matched_blocks=len(hashes))
+        return self._lease(blocks, use=use, owner_id=owner_id, now_s=now_s, duration_s=duration_s)
 
     def lease_stored(
         self,
@@ -373,12 +414,16 @@ class StoreCore:
         owner_id: OwnerId,
         now_s: float,
         duration_s: float,
+        request: Request = NO_HINT,
     ) -> Leased:
         """Leases whatever is stored of these blocks as one hold, for a transfer to come."""
         states = self.lookup(namespace_id, hashes).states
         blocks = list(filter(None, map(self._entry(namespace_id).stored.get, hashes)))
         self.counters.unsent_count += len(hashes) - len(blocks)
-        lease_id = self._lease(blocks, owner_id=owner_id, now_s=now_s, duration_s=duration_s) if blocks else None
+        if not blocks:
+            return Leased(states, None, blocks)
+        use = self._begin_use(request, now_s=now_s, chain_blocks=len(hashes), matched_blocks=len(blocks))
+        lease_id = self._lease(blocks, use=use, owner_id=owner_id, now_s=now_s, duration_s=duration_s)
         return Leased(states, lease_id, blocks)
 
     def renew_lease(self, lease: LeaseId, *, owner_id: OwnerId, now_s: float, duration_s: float) -> bool:
@@ -407,16 +452,27 @@ class StoreCore:
         self.counters.sent_count += len(blocks)
         self.counters.read_bytes += sum(block.size_bytes for block in blocks)
 
-    def count_unseen_reads(self, namespace_id: ScopedId, hashes: Sequence[BlockHash], *, hit_count: int) -> None:
+    def count_unseen_reads(
+        self, namespace_id: ScopedId, hashes: Sequence[BlockHash], *, hit_count: int, request: Request = NO_HINT
+    ) -> None:
         """A client has read these blocks, given head first, and found so many, without having asked for them."""
         self.count_read(list(filter(None, map(self._entry(namespace_id).stored.get, hashes))))
         self.counters.hit_count += hit_count
-        self._touch(namespace_id, hashes)
+        self._touch(namespace_id, hashes, request=request)
 
-    def touch(self, namespace_id: ScopedId, hashes: Sequence[BlockHash]) -> None:
+    def touch(self, namespace_id: ScopedId, hashes: Sequence[BlockHash], *, request: Request = NO_HINT) -> None:
         """Counts one use of a chain given head first."""
         self._entry(namespace_id)
-        self._touch(namespace_id, hashes)
+        self._touch(namespace_id, hashes, request=request)
+
+    def describe(self, namespace_id: ScopedId, hashes: Sequence[BlockHash], request: Request, *, now_s: float) -> None:
+        """More is known of the request that used this chain, given head first, last; this is no use of it."""
+        self._entry(namespace_id)
+        self.now_s = now_s
+        keys = list(map(BlockKey, repeat(namespace_id), hashes))
+        self._evictor.describe(keys, request, now_s=now_s)
+        if self.lower is not None:
+            self.lower.describe(keys, request, now_s=now_s)
 
     # --- writing
 
@@ -431,6 +487,7 @@ class StoreCore:
         duration_s: float,
         path: TransferPath = TransferPath.STREAM,
         is_overloaded: bool = False,
+        request: Request = NO_HINT,
     ) -> tuple[bytes, list[Reservation | None]]:
         """Takes a slot for each block of a chain that is neither stored nor pending.
 
@@ -442,7 +499,7 @@ class StoreCore:
         reservations: list[Reservation | None] = []
         siblings: list[ReservationId] = []
         # The chain being extended is in use: making room must not take its own head.
-        self._touch(namespace_id, [*([parent_hash] if parent_hash else []), *hashes])
+        use = self._touch(namespace_id, [*([parent_hash] if parent_hash else []), *hashes], request=request)
         parent = BlockKey(namespace_id, parent_hash) if parent_hash else None
         is_cut = False
         for block_hash in hashes:
@@ -460,7 +517,7 @@ class StoreCore:
                 self.counters.refused_overloaded_count += 1
             elif is_cut:
                 state = ReserveState.ORPHAN
-            elif (place := self._admit(key, parent=parent, may_lose=False)) is None:
+            elif (place := self._admit(key, parent=parent, may_lose=False, use=use)) is None:
                 if self.demoting_bytes:  # room is on its way
                     state = ReserveState.OVERLOADED
                     self.counters.refused_overloaded_count += 1
@@ -471,13 +528,17 @@ class StoreCore:
             else:
                 state = ReserveState.RESERVED
                 number = ReservationId(self._reservations.next_number)
-                reservation = self._begin(key, place, number=number, owner_id=owner_id, path=path, siblings=siblings)
+                reservation = self._begin(
+                    key, place, use=use, number=number, owner_id=owner_id, path=path, siblings=siblings
+                )
                 self._reservations.adopt(number, owner_id=owner_id, value=reservation, deadline_s=now_s + duration_s)
                 entry.pending[block_hash] = reservation
                 siblings.append(number)
             states.append(state)
             reservations.append(reservation)
             parent = key
+        refused = [one for one, state in zip(hashes, states, strict=True) if state in _REFUSED_STATES]
+        self.reuse.left(namespace_id, pack_hashes(refused), Fate.REFUSED)
         return bytes(states), reservations
 
     def reservation(self, reservation_id: ReservationId, *, owner_id: OwnerId) -> Reservation | None:
@@ -561,7 +622,10 @@ class StoreCore:
         return len(reservations)
 
     def expire(self, *, now_s: float) -> int:
-        """Ends leases and reservations whose time is up; returns how many reservations, which may unblock waiters."""
+        """Ends leases and reservations whose time is up, and drops blocks that were not to be kept so long unused.
+
+        Returns how many reservations have ended, which may unblock waiters.
+        """
         self.now_s = now_s
         for places in self._leases.expire(now_s=now_s):
             self.counters.expired_lease_count += 1
@@ -573,6 +637,11 @@ class StoreCore:
             else:
                 self._give_up(reservation)
         self.counters.expired_reservation_count += len(expired)
+        unwanted = self._evictor.expired(now_s=now_s, count_max=_EVICTION_COUNT_MAX)
+        for key in unwanted:
+            self._drop(key)
+        self._note_left(unwanted, Fate.EVICTED)
+        self.counters.expired_block_count += len(unwanted)
         return len(expired)
 
     def fence(self) -> None:
@@ -590,10 +659,11 @@ class StoreCore:
         if self._entry(namespace_id).stored.get(block_hash) != block:
             return
         if block.place not in self._departing:
-            self._recency.remove(BlockKey(namespace_id, block_hash))
+            self._evictor.remove(BlockKey(namespace_id, block_hash))
         self._drop(BlockKey(namespace_id, block_hash))
         if self._untaken.pop(block.place, None) is not None:
             self._free_demoting(block.place)
+        self._note_left([BlockKey(namespace_id, block_hash)], Fate.FAILED)
         self.counters.corrupt_in_memory_count += 1
 
     def evict_to_low_watermark(self) -> int:
@@ -612,6 +682,14 @@ class StoreCore:
         return self._evict_or_demote(self.lower, excess_bytes, count_max=_EVICTION_COUNT_MAX, may_evict=may_evict)
 
     # --- to and from the lower tier
+
+    def left_below(self, keys: Sequence[BlockKey], fate: Fate) -> None:
+        """To be told of blocks that are in the lower tier no more."""
+        entries = self._namespaces
+        self._tell(
+            [key for key in keys if (entry := entries.get(key.namespace_id)) and key.block_hash not in entry.stored],
+            fate,
+        )
 
     @property
     def demoting_bytes(self) -> int:
@@ -650,6 +728,7 @@ class StoreCore:
         is_stored = self._entry(key.namespace_id).stored.get(key.block_hash) == block
         if is_stored and not is_copied:
             self._drop(key)
+            self._note_left([key], Fate.FAILED)
             self.counters.evicted_count += 1
             self.counters.departed_count += 1
         self._free_demoting(block.place)
@@ -658,12 +737,19 @@ class StoreCore:
     def depart_all(self, *, now_s: float) -> int:
         """Lets every block depart that only memory has and the lower tier wants, held or not; returns how many.
 
-        However many bytes that are: for the end of the daemon, when nobody needs the room.
+        With those before them, without which they are of no use. However many bytes that are: for the end of the daemon,
+        when nobody needs the room.
         """
         self.now_s = now_s
-        keys = [key for place, key in self._key_at.items() if place not in self._copying and self._is_undemoted(key)]
+        lower = self.lower
+        if lower is None:
+            return 0
+        keys: dict[BlockKey, None] = {}
+        for place, key in self._key_at.items():
+            if place not in self._copying and key not in keys and self._is_undemoted(key):
+                keys |= dict.fromkeys([*self._ancestors_to_copy(lower, key, known=keys), key])
         for departure in [self._departure(key) for key in keys]:
-            self._recency.remove(departure.key)
+            self._evictor.remove(departure.key)
             self._begin_departure(departure)
         return len(keys)
 
@@ -675,6 +761,7 @@ class StoreCore:
         parent_hashes: Sequence[BlockHash | None],
         now_s: float,
         may_lose: bool,
+        request: Request = NO_HINT,
     ) -> list[Reservation | None]:
         """Takes a slot for each block, given head first, that comes from the lower tier; each owes an `end_promotion`.
 
@@ -687,7 +774,7 @@ class StoreCore:
         entry = self._entry(namespace_id)
         chain = [one for pair in zip(parent_hashes, hashes, strict=True) for one in pair if one is not None]
         # As in `reserve`: room for a chain is not to be made at the cost of its own head.
-        self._touch(namespace_id, list(dict.fromkeys(chain)))
+        use = self._touch(namespace_id, list(dict.fromkeys(chain)), request=request, is_asked_for=False)
         reservations: list[Reservation | None] = []
         is_cut = False
         for block_hash, parent_hash in zip(hashes, parent_hashes, strict=True):
@@ -695,13 +782,14 @@ class StoreCore:
             if not is_cut and block_hash not in entry.stored and block_hash not in entry.pending:
                 key = BlockKey(namespace_id, block_hash)
                 parent = None if parent_hash is None else BlockKey(namespace_id, parent_hash)
-                place = self._admit(key, parent=parent, may_lose=may_lose, use_count=_PROMOTED_USE_COUNT)
+                place = self._admit(key, parent=parent, may_lose=may_lose, use=use, use_count=_PROMOTED_USE_COUNT)
                 if place is None:
                     is_cut = True
                 else:
                     reservation = self._begin(
                         key,
                         place,
+                        use=use,
                         number=_NO_RESERVATION_ID,
                         owner_id=PROMOTER,
                         path=TransferPath.STREAM,
@@ -780,7 +868,7 @@ class StoreCore:
 
     def check_invariants(self) -> None:
         self.space.check_invariants()
-        self._recency.check_invariants()
+        self._evictor.check_invariants()
         stored = {
             BlockKey(namespace_id, block_hash): block.place
             for namespace_id, entry in self._namespaces.items()
@@ -789,8 +877,8 @@ class StoreCore:
         staying = {key: place for key, place in stored.items() if place not in self._departing}
         assert {place: key for key, place in staying.items()} == self._key_at, "places and index disagree"
         pending_count = sum(len(entry.pending) for entry in self._namespaces.values())
-        assert len(self._recency) == len(staying) + pending_count, (
-            f"{len(self._recency)} in recency, {len(staying)} stored, {pending_count} pending"
+        assert len(self._evictor) == len(staying) + pending_count, (
+            f"{len(self._evictor)} in the evictor, {len(staying)} stored, {pending_count} pending"
         )
         self._check_departures()
         generations = [
@@ -813,8 +901,8 @@ class StoreCore:
         for slab in self._use_counts:
             assert self.space.taken_places(slab), f"slab {slab} is in use and empty"
         for key, place in staying.items():
-            assert self._recency.is_held(key) == (self.space.ref_count(place) > 1), f"{key} is wrongly held or not"
-            assert key in self._recency, f"{key} cannot be evicted"
+            assert self._evictor.is_held(key) == (self.space.ref_count(place) > 1), f"{key} is wrongly held or not"
+            assert key in self._evictor, f"{key} cannot be evicted"
         for key, place in stored.items():
             assert key.block_hash not in self._namespaces[key.namespace_id].pending, f"{key} is stored and pending"
             assert self.space.ref_count(place) >= 1, f"{key} has no place"
@@ -857,21 +945,52 @@ class StoreCore:
             if not entry.stored and not entry.pending and not self.space.has_slabs(namespace_id):
                 self.space.close(namespace_id)
                 del self._namespaces[namespace_id]
+                self._siblings.clear()
                 return
         raise CapacityError(f"{count_max} namespaces hold blocks; allowed: no more than that at once")
 
-    def _touch(self, namespace_id: ScopedId, hashes: Sequence[BlockHash]) -> None:
-        self._recency.touch_chain(map(BlockKey, repeat(namespace_id), hashes))
+    def _begin_use(self, request: Request, *, now_s: float, chain_blocks: int, matched_blocks: int) -> Use:
+        self.now_s = now_s
+        use = self._evictor.begin(request, now_s=now_s, chain_blocks=chain_blocks, matched_blocks=matched_blocks)
+        if self.lower is not None:
+            use.below = self.lower.begin_use(
+                request, now_s=now_s, chain_blocks=chain_blocks, matched_blocks=matched_blocks
+            )
+        return use
 
-    def _admit(self, key: BlockKey, *, parent: BlockKey | None, may_lose: bool, use_count: int = 0) -> Place | None:
+    def _touch_keys(self, keys: list[BlockKey], *, use: Use) -> None:
+        self._evictor.touch_chain(keys, use=use)
+        if self.lower is not None and use.below is not None:
+            self.lower.touch(keys, use=use.below)
+
+    def _touch(
+        self,
+        namespace_id: ScopedId,
+        hashes: Sequence[BlockHash],
+        *,
+        request: Request = NO_HINT,
+        is_asked_for: bool = True,
+    ) -> Use:
+        """One use of those blocks that are here, and of what may come with them."""
+        chain = list(map(BlockKey, repeat(namespace_id), hashes))
+        if is_asked_for:
+            self.prefetches.use(chain)
+        matched_count = sum(map(self._namespaces[namespace_id].stored.__contains__, hashes))
+        use = self._begin_use(request, now_s=self.now_s, chain_blocks=len(chain), matched_blocks=matched_count)
+        self._touch_keys(chain, use=use)
+        return use
+
+    def _admit(
+        self, key: BlockKey, *, parent: BlockKey | None, may_lose: bool, use: Use, use_count: int = 0
+    ) -> Place | None:
         """A place for a block that nobody has yet, which is held from now on; None: there is no room."""
-        self._recency.insert(key, parent=parent, use_count=use_count)
-        self._recency.hold((key,))  # until it is committed
+        self._evictor.insert(key, parent=parent, use=use, use_count=use_count)
+        self._evictor.hold((key,))  # until it is committed
         place = self._take_place(key.namespace_id, may_lose=may_lose)
         if place is None and parent is not None:
             place = self._take_place_of_ancestor(parent)
         if place is None:
-            self._recency.remove(key)
+            self._evictor.remove(key)
             return None
         self._count_uses((place,), +1)
         return place
@@ -881,6 +1000,7 @@ class StoreCore:
         key: BlockKey,
         place: Place,
         *,
+        use: Use,
         number: ReservationId,
         owner_id: OwnerId,
         path: TransferPath,
@@ -891,6 +1011,7 @@ class StoreCore:
             id=number,
             owner_id=owner_id,
             key=key,
+            use=use,
             place=place,
             generation=Generation(self._last_generation),
             path=path,
@@ -966,17 +1087,18 @@ class StoreCore:
         if lower is None or self.demoting_bytes:
             return None
         stored = self._namespaces[key.namespace_id].stored
-        chain: list[BlockKey] = []
-        at: BlockKey | None = key
-        while at is not None and at in self._recency:
-            if at.block_hash in stored and not self._recency.is_held(at):
-                chain.append(at)
-            at = self._recency.parent_of(at)
+        if key not in self._evictor:
+            return None
+        chain = [
+            one
+            for one in (key, *self._evictor.ancestors(key))
+            if one.block_hash in stored and not self._evictor.is_held(one)
+        ]
         slot_bytes = self.space.slot_bytes(key.namespace_id)
         head_first = list(reversed(chain))
         below = list(takewhile(lambda one: lower.find(one) is not None, head_first))
         for one in below[: self._own_goal_bytes(key.namespace_id) // slot_bytes]:
-            self._recency.remove(one)
+            self._evictor.remove(one)
             self._drop(one)
             self.counters.evicted_count += 1
         if not below:
@@ -999,9 +1121,11 @@ class StoreCore:
         """
         tenant = tenant_of(namespace_id)
         if self.space.tenant_count == 1:
-            coldest = self._recency.peek_coldest()
+            coldest = self._evictor.peek_coldest(now_s=self.now_s)
         else:
-            coldest = self._recency.peek_coldest(may_evict=lambda key: tenant_of(key.namespace_id) == tenant)
+            coldest = self._evictor.peek_coldest(
+                may_evict=lambda key: tenant_of(key.namespace_id) == tenant, now_s=self.now_s
+            )
         if coldest is None or coldest.namespace_id == namespace_id:
             return False
         unused = [
@@ -1040,8 +1164,9 @@ class StoreCore:
                 return False
             self.counters.dropped_undemoted_count += len(list(undemoted))
         for key in keys:
-            self._recency.remove(key)
+            self._evictor.remove(key)
             self._drop(key)
+        self._note_left(keys, Fate.EVICTED)
         self.counters.evicted_count += len(keys)
         return True
 
@@ -1079,6 +1204,7 @@ class StoreCore:
         )
         for key in victims:
             self._drop(key)
+        self._note_left(victims, Fate.EVICTED)
         self.counters.evicted_count += len(victims)
         self.counters.dropped_undemoted_count += lost_count
         return len(victims)
@@ -1101,6 +1227,7 @@ class StoreCore:
         victims = self._pop_coldest(goal_bytes, may_evict=may_drop, count_max=count_max)
         for key in victims:
             self._drop(key)
+        self._note_left(victims, Fate.REFUSED)
         self.counters.evicted_count += len(victims)
 
     def _evict_or_demote(
@@ -1128,7 +1255,7 @@ class StoreCore:
             is_idle = not (self.demoting_bytes or departures or copies)
             if slot_bytes > room_bytes and not is_idle:
                 return None  # but one block may always go down, however large it is
-            if not lower.wants(key, use_count=self._recency.use_count(key), now_s=self.now_s):
+            if not self._is_wanted(lower, key):
                 return True
             # On credit, if need be: the block would be of no use without them.
             above = [one for one in self._ancestors_to_copy(lower, key) if one not in copies]
@@ -1148,34 +1275,39 @@ class StoreCore:
                 self._drop(key)
             else:
                 self._begin_departure(departure)
+        self._note_left([key for key in victims if key not in departures], Fate.REFUSED)
         for key in copies:
             self._begin_copy(key)
         self.counters.evicted_count += len(victims) - len(departures)
         return len(victims)
 
-    def _ancestors_to_copy(self, lower: LowerTier, key: BlockKey) -> list[BlockKey]:
-        """Stored ancestors that are neither below nor on their way there, up to the first that is, head first."""
+    def _ancestors_to_copy(
+        self, lower: LowerTier, key: BlockKey, *, known: Container[BlockKey] = ()
+    ) -> list[BlockKey]:
+        """Stored ancestors that are neither below nor on their way there nor known, up to the first that is, head
+        first."""
         stored = self._namespaces[key.namespace_id].stored
         above: list[BlockKey] = []
-        parent = self._recency.parent_of(key)
-        while parent is not None and parent in self._recency and lower.find(parent) is None:
+        for parent in self._evictor.ancestors(key):
+            if parent in known or lower.find(parent) is not None:
+                break
             block = stored.get(parent.block_hash)
             if block is not None:
                 if block.place in self._copying:
                     break
                 above.append(parent)
-            parent = self._recency.parent_of(parent)
         above.reverse()
         return above
 
     def _pop_coldest(
         self, goal_bytes: int, *, may_evict: Callable[[BlockKey], bool | None], count_max: int | None
     ) -> list[BlockKey]:
-        return self._recency.pop_coldest(
+        return self._evictor.pop_coldest(
             goal_bytes=goal_bytes,
             size_bytes_of=lambda key: self.space.slot_bytes(key.namespace_id),
             may_evict=may_evict,
             count_max=count_max,
+            now_s=self.now_s,
         )
 
     def _is_undemoted(self, key: BlockKey) -> bool:
@@ -1184,20 +1316,33 @@ class StoreCore:
         return (
             lower is not None
             and lower.find(key) is None
-            and lower.wants(key, use_count=self._recency.use_count(key), now_s=self.now_s)
+            and self._is_wanted(lower, key)
         )
 
+    def _is_wanted(self, lower: LowerTier, key: BlockKey) -> bool:
+        evictor = self._evictor
+        return lower.wants(key, use_count=evictor.use_count(key), use=evictor.last_use(key).below, now_s=self.now_s)
+
+    def _note_left(self, keys: Sequence[BlockKey], fate: Fate) -> None:
+        """Of blocks that memory has not, or not any more: those that the lower tier has not either are gone."""
+        lower = self.lower
+        self._tell(keys if lower is None else [key for key in keys if lower.find(key) is None], fate)
+
+    def _tell(self, keys: Sequence[BlockKey], fate: Fate) -> None:
+        for namespace_id, hashes in _by_namespace(keys).items():
+            self.reuse.left(namespace_id, pack_hashes(hashes), fate)
+
     def _departure(self, key: BlockKey) -> Departure:
-        parent = self._recency.parent_of(key)
+        parent = self._evictor.parent_of(key)
         return Departure(
             key=key,
             block=self._namespaces[key.namespace_id].stored[key.block_hash],
             parent_hash=None if parent is None else parent.block_hash,
-            use_count=self._recency.use_count(key),
+            use=self._evictor.last_use(key).below,
         )
 
     def _begin_departure(self, departure: Departure) -> None:
-        """Of a block that is out of recency already."""
+        """Of a block that is out of the evictor already."""
         place = departure.block.place
         del self._key_at[place]
         self.space.retain((place,))
@@ -1226,19 +1371,22 @@ class StoreCore:
         self.space.retain(places)
         self._count_uses(places, +1)
         keys = self._keys_at(places)
-        self._recency.hold(keys)
+        self._evictor.hold(keys)
         return keys
 
     def _end_use(self, places: Sequence[Place]) -> None:
-        self._recency.unhold(self._keys_at(places))
+        self._evictor.unhold(self._keys_at(places))
         self._count_uses(places, -1)
         for place in places:
             self.space.release(place)
 
-    def _lease(self, blocks: Sequence[StoredBlock], *, owner_id: OwnerId, now_s: float, duration_s: float) -> LeaseId:
-        self.now_s = now_s
+    def _lease(
+        self, blocks: Sequence[StoredBlock], *, use: Use, owner_id: OwnerId, now_s: float, duration_s: float
+    ) -> LeaseId:
         places = tuple([block.place for block in blocks])
-        self._recency.touch_chain(self._use(places))
+        keys = self._use(places)
+        self.prefetches.use(keys)
+        self._touch_keys(keys, use=use)
         return LeaseId(self._leases.grant(owner_id=owner_id, value=places, now_s=now_s, duration_s=duration_s))
 
     def _keys_at(self, places: Sequence[Place]) -> list[BlockKey]:
@@ -1257,6 +1405,7 @@ class StoreCore:
                 del counts[slab]
 
     def _drop(self, key: BlockKey) -> None:
+        self.prefetches.leave((key,))
         block = self._namespaces[key.namespace_id].stored.pop(key.block_hash)
         self._headers.clear_slot(block.place)
         self._key_at.pop(block.place, None)  # a block that departs is not there
@@ -1266,6 +1415,7 @@ class StoreCore:
         """What `end_commits` does; returns how many blocks are readable now."""
         keys: list[BlockKey] = []
         places: list[Place] = []
+        keys_of: dict[Use, list[BlockKey]] = {}
         for reservation, state in outcomes:
             self._committing_count -= 1
             if state is not CommitState.COMMITTED:
@@ -1280,9 +1430,14 @@ class StoreCore:
             self._key_at[place] = key
             keys.append(key)
             places.append(place)
+            keys_of.setdefault(reservation.use, []).append(key)
         self._count_uses(places, -1)
-        self._recency.touch_chain(keys)
-        self._recency.unhold(keys)
+        for namespace_id, hashes in _by_namespace(keys).items():
+            self.reuse.used(namespace_id, pack_hashes(hashes), block_bytes=self.space.slot_bytes(namespace_id))
+        for use, used in keys_of.items():
+            self._touch_keys(used, use=use)
+        self._evictor.unhold(keys)
+        self.prefetches.arrive(keys)
         return len(keys)
 
     def _give_up(self, reservation: Reservation) -> None:
@@ -1314,9 +1469,18 @@ class StoreCore:
         """The block is not to come any more."""
         entry = self._namespaces[reservation.key.namespace_id]
         del entry.pending[reservation.key.block_hash]
-        self._recency.remove(reservation.key)
+        self._evictor.remove(reservation.key)
         self._headers.clear_slot(reservation.place)
+        self.prefetches.leave((reservation.key,))
+        self._note_left([reservation.key], Fate.FAILED)
 
     def _free(self, reservation: Reservation) -> None:
         self._count_uses((reservation.place,), -1)
         self.space.release(reservation.place)
+
+
+def _by_namespace(keys: Iterable[BlockKey]) -> dict[ScopedId, list[BlockHash]]:
+    found: dict[ScopedId, list[BlockHash]] = {}
+    for namespace_id, block_hash in keys:
+        found.setdefault(namespace_id, []).append(block_hash)
+    return found

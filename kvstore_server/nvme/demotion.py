@@ -150,7 +150,9 @@ class Demotion:
         parts, now_s = self._parts, self._parts.clock()
         writes = []
         for departure in batch:
-            disk = parts.disk.begin_write(departure.key, parent_hash=departure.parent_hash, now_s=now_s)
+            disk = parts.disk.begin_write(
+                departure.key, parent_hash=departure.parent_hash, use=departure.use, now_s=now_s
+            )
             if disk is None:
                 parts.counts.lost["no_room"] += 1
             else:

@@ -62,6 +62,9 @@ class NvmeFigures:
 
     prefetch_started_count: int = 0
     prefetch_refused_count: int = 0
+    prefetch_useful_count: int = 0
+    prefetch_late_count: int = 0
+    prefetch_wasted_count: int = 0
 
     recovery_s: float = 0.0
     """From the start of the tier until its blocks could be found."""

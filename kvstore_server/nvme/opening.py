@@ -34,6 +34,8 @@ class NvmeSettings:
     free_reserve_bytes: Callable[[int], int]
     """Of the size of the file system."""
     admission: Admission
+    policy: str
+    """Of eviction; see `Evictor`."""
     batch_count: int
     io_threads: int
     is_synced: bool
@@ -58,6 +60,7 @@ async def open_tier(
         settings.folder,
         geometry=settings.geometry,
         admission=settings.admission,
+        policy=settings.policy,
         make_device=make_device,
     )
     opened = await asyncio.to_thread(open_)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from kvstore.envelope import ENVELOPE_BYTES
 from kvstore.errors import CorruptBlockError, KvstoreError
+from kvstore.eviction import NO_HINT, Request
 from kvstore.keys import BlockHash
 from kvstore_server.core.disk import DiskBlock
 from kvstore_server.core.disk_health import DiskFault, DiskWork
@@ -111,7 +112,7 @@ class Promotion:
         if elapsed_s <= parts.settings.load_timeout_s:
             parts.note_done(DiskWork.READING)
 
-    async def bring(self, namespace_id: ScopedId, hashes: Sequence[BlockHash]) -> None:
+    async def bring(self, namespace_id: ScopedId, hashes: Sequence[BlockHash], *, request: Request = NO_HINT) -> None:
         """Brings what is only on the disk; never fails, and ends in time. What could not be brought is a miss.
 
         What has been brought, or was in memory when this was called, is there when this returns: whoever waits holds it
@@ -119,6 +120,7 @@ class Promotion:
         """
         parts = self._parts
         deadline_s = time.monotonic() + parts.settings.load_timeout_s
+        parts.store.prefetches.ask([BlockKey(namespace_id, one) for one in hashes])
         if not self._is_needed(namespace_id, hashes):
             return
         in_memory = parts.store.stored(namespace_id)
@@ -126,7 +128,7 @@ class Promotion:
         try:
             while True:
                 departed = parts.departed
-                loads = set(self.start(namespace_id, hashes, may_lose=False))
+                loads = set(self.start(namespace_id, hashes, may_lose=False, request=request))
                 is_room_missing = self._is_needed(namespace_id, hashes, but_not_loading=True)
                 if not await self._wait(loads, held, deadline_s=deadline_s) or not is_room_missing:
                     return
@@ -138,7 +140,8 @@ class Promotion:
                     await asyncio.wait_for(departed.wait(), max(deadline_s - time.monotonic(), 0.0))
                 except TimeoutError:
                     return
-            await self._wait(set(self.start(namespace_id, hashes, may_lose=True)), held, deadline_s=deadline_s)
+            loads = set(self.start(namespace_id, hashes, may_lose=True, request=request))
+            await self._wait(loads, held, deadline_s=deadline_s)
         finally:
             for block in held:
                 if block is not None:
@@ -199,6 +202,8 @@ class Promotion:
             size_bytes = len(chosen) * block_bytes
             self._prefetching_bytes += size_bytes
             begun = self.start(namespace_id, chosen, may_lose=False)
+            keys = [BlockKey(namespace_id, one) for one in chosen]
+            parts.store.prefetches.begin([key for key in keys if key in self._loading])
             parts.spawn(self._prefetched(begun, size_bytes), at=DiskWork.READING)
         parts.counts.prefetch_started += len(chosen)
         parts.counts.prefetch_refused += refused_count
@@ -217,7 +222,9 @@ class Promotion:
             await asyncio.wait([load.task for load in loads])
         self._prefetching_bytes -= size_bytes
 
-    def start(self, namespace_id: ScopedId, hashes: Sequence[BlockHash], *, may_lose: bool) -> list[Loading]:
+    def start(
+        self, namespace_id: ScopedId, hashes: Sequence[BlockHash], *, may_lose: bool, request: Request = NO_HINT
+    ) -> list[Loading]:
         """Begins to read what is only on the disk; returns what there is to wait for."""
         parts = self._parts
         if not parts.may_read():
@@ -234,10 +241,12 @@ class Promotion:
             elif block_hash in on_disk:
                 wanted.append(block_hash)
         if wanted:
-            waited_for += self._begin(namespace_id, wanted, may_lose=may_lose)
+            waited_for += self._begin(namespace_id, wanted, may_lose=may_lose, request=request)
         return waited_for
 
-    def _begin(self, namespace_id: ScopedId, hashes: Sequence[BlockHash], *, may_lose: bool) -> list[Loading]:
+    def _begin(
+        self, namespace_id: ScopedId, hashes: Sequence[BlockHash], *, may_lose: bool, request: Request
+    ) -> list[Loading]:
         parts = self._parts
         held = [parts.disk.begin_read(BlockKey(namespace_id, block_hash)) for block_hash in hashes]
         blocks = [block for block in held if block is not None]
@@ -248,6 +257,7 @@ class Promotion:
             parent_hashes=[block.parent_hash for block in blocks],
             now_s=parts.clock(),
             may_lose=may_lose,
+            request=request,
         )
         loads: list[_Load] = []
         for block, reservation, block_hash in zip(blocks, reservations, hashes, strict=True):
@@ -255,7 +265,6 @@ class Promotion:
                 parts.disk.end_read(BlockKey(namespace_id, block_hash), block)
             else:
                 loads.append(_Load(block, reservation))
-        parts.disk.touch([load.reservation.key for load in loads])
         begun = []
         jobs = _jobs(loads)
         reading = _Reading(job_count=len(jobs))

@@ -77,12 +77,13 @@ def open_folder(
     *,
     geometry: Geometry,
     admission: Admission,
+    policy: str = "lru",
     make_device: Callable[[Path], Device] = FileDevice,
 ) -> Opened:
     """Blocks for as long as it takes. Whoever calls owns the folder. Raises `OSError` or a `KvstoreError`."""
     # All that is made here stays: the collector would go through it over and over, for a third of the time.
     with _without_collector():
-        return _open_folder(folder, geometry=geometry, admission=admission, make_device=make_device)
+        return _open_folder(folder, geometry=geometry, admission=admission, policy=policy, make_device=make_device)
 
 
 @contextmanager
@@ -97,7 +98,7 @@ def _without_collector() -> Iterator[None]:
 
 
 def _open_folder(
-    folder: Path, *, geometry: Geometry, admission: Admission, make_device: Callable[[Path], Device]
+    folder: Path, *, geometry: Geometry, admission: Admission, policy: str, make_device: Callable[[Path], Device]
 ) -> Opened:
     started_s = time.perf_counter()
     device = make_device(folder)
@@ -124,6 +125,7 @@ def _open_folder(
             segment_bytes=segment_bytes,
             count_max=count_max,
             admission=admission,
+            policy=policy,
             tenants=geometry.tenants,
         )
         if refused:
@@ -285,6 +287,7 @@ def _restore(
     segment_bytes: int,
     count_max: int,
     admission: Admission,
+    policy: str,
     tenants: frozenset[Tenant],
 ) -> tuple[DiskCore, int, Sequence[BlockKey]]:
     """The core with all that the index knows, how many records there were, and the keys of those that cannot be.
@@ -295,7 +298,7 @@ def _restore(
     space = SlabSpace(slab_count=max(count_max, 1), slab_bytes=slab_bytes, tenant_count=len(tenants))
     for number in sorted(usable):
         space.add_slab(SlabId(number))
-    disk = DiskCore(space=space, admission=admission)
+    disk = DiskCore(space=space, admission=admission, policy=policy)
     columns = index.columns()
     segments, sequences = (columns.places // slab_bytes).tolist(), columns.sequences.tolist()
     # Whose each segment is, and from which write on: what was written before is of no use.
@@ -323,5 +326,5 @@ def _restore(
         if header.slot_bytes and tenant_of(ScopedId(header.scoped_id)) in tenants
     }
     refused_count = len(refused)
-    refused += disk.restore(known, slot_bytes_of=slot_bytes_of)
+    refused += disk.restore(known, slot_bytes_of=slot_bytes_of, now_s=time.monotonic())
     return disk, len(known) + refused_count, refused

@@ -15,6 +15,7 @@ from itertools import takewhile
 import structlog
 
 from kvstore.errors import KvstoreError
+from kvstore.eviction import NO_HINT, Request, Use
 from kvstore.keys import BlockHash
 from kvstore_server.core.disk import DiskBlock
 from kvstore_server.core.disk_health import DiskFault
@@ -23,6 +24,7 @@ from kvstore_server.core.tenants import ScopedId
 from kvstore_server.core.worth import worth_fetching
 from kvstore_server.nvme.coding import Codings
 from kvstore_server.nvme.demotion import Demotion
+from kvstore_server.nvme.expectations import Expectations
 from kvstore_server.nvme.figures import NvmeFigures
 from kvstore_server.nvme.parts import LOSSES, Parts, Recovered
 from kvstore_server.nvme.promotion import Prefetched, Promotion
@@ -39,6 +41,7 @@ class NvmeTier:
     def __init__(self, parts: Parts, *, recovered: Recovered) -> None:
         self._parts = parts
         self._recovered = recovered
+        parts.disk.on_left = parts.store.left_below
         for fault in recovered.faults:
             parts.health.count(fault)
         self._codings = Codings(
@@ -47,16 +50,28 @@ class NvmeTier:
         self._segments = Segments(parts, assignments=recovered.assignments)
         self._promotion = Promotion(parts, self._codings, wake_demotion=self.wake)
         self._demotion = Demotion(parts, self._segments, self._codings, read_cost=lambda: self._promotion.cost)
+        self.expectations = Expectations(parts, self._promotion)
 
-    # --- what the memory tier asks (LowerTier): no more than a look into a table
+    # --- what the memory tier asks and tells (LowerTier)
 
     def find(self, key: BlockKey) -> DiskBlock | None:
         return self._parts.disk.find(key)
 
-    def wants(self, key: BlockKey, *, use_count: int, now_s: float) -> bool:
+    def wants(self, key: BlockKey, *, use_count: int, use: Use | None, now_s: float) -> bool:
         return self._parts.health.may_write(now_s=now_s) and self._parts.disk.wants(
-            key, use_count=use_count, now_s=now_s
+            key, use_count=use_count, use=use, now_s=now_s
         )
+
+    def begin_use(self, request: Request, *, now_s: float, chain_blocks: int, matched_blocks: int) -> Use:
+        return self._parts.disk.begin_use(
+            request, now_s=now_s, chain_blocks=chain_blocks, matched_blocks=matched_blocks
+        )
+
+    def touch(self, keys: Sequence[BlockKey], *, use: Use) -> None:
+        self._parts.disk.touch(keys, use=use)
+
+    def describe(self, keys: Sequence[BlockKey], request: Request, *, now_s: float) -> None:
+        self._parts.disk.describe(keys, request, now_s=now_s)
 
     # --- what the service asks
 
@@ -74,6 +89,11 @@ class NvmeTier:
     def stored(self, namespace_id: ScopedId) -> Mapping[BlockHash, DiskBlock]:
         """What can be brought back; nothing while the disk is not to be read."""
         return self._parts.disk.stored(namespace_id) if self._parts.may_read() else _NOTHING
+
+    @property
+    def used_bytes(self) -> int:
+        """Of slots that hold blocks, or are being written."""
+        return self._parts.disk.used_bytes
 
     def may_read(self) -> bool:
         return self._parts.may_read()
@@ -101,11 +121,11 @@ class NvmeTier:
         """Begins to bring what is only here, and does not wait."""
         self._promotion.start(namespace_id, hashes, may_lose=False)
 
-    async def bring(self, namespace_id: ScopedId, hashes: Sequence[BlockHash]) -> None:
+    async def bring(self, namespace_id: ScopedId, hashes: Sequence[BlockHash], *, request: Request = NO_HINT) -> None:
         """See `Promotion.bring`."""
         # Room for what comes is not to be made at the cost of those of them that are in memory.
-        self._parts.store.touch(namespace_id, hashes)
-        await self._promotion.bring(namespace_id, hashes)
+        self._parts.store.touch(namespace_id, hashes, request=request)
+        await self._promotion.bring(namespace_id, hashes, request=request)
 
     def prefetch(self, namespace_id: ScopedId, hashes: Sequence[BlockHash], *, budget_bytes: int) -> Prefetched:
         """See `Promotion.prefetch`."""
@@ -191,6 +211,9 @@ class NvmeTier:
             read_bytes_per_s=self._promotion.cost.bytes_per_s,
             prefetch_started_count=counts.prefetch_started,
             prefetch_refused_count=counts.prefetch_refused,
+            prefetch_useful_count=parts.store.prefetches.useful_count,
+            prefetch_late_count=parts.store.prefetches.late_count,
+            prefetch_wasted_count=parts.store.prefetches.wasted_count,
             recovery_s=self._recovered.took_s,
             recovered_count=self._recovered.record_count,
             refused_record_count=self._recovered.refused_count,

@@ -19,6 +19,8 @@ from kvstore_server.core.store import StoreCore
 from kvstore_server.nvme.figures import STATES, NvmeFigures
 from kvstore_server.shm.arenas import Arenas
 
+CAUSES = ("capacity", "policy", "admission", "identity", "failure")
+
 Labels = dict[str, str]
 Samples = list[tuple[Labels, float]]
 
@@ -189,6 +191,38 @@ SPECS: tuple[MetricSpec, ...] = (
         ],
     ),
     MetricSpec(
+        name="kvstore_store_missed_blocks_total",
+        kind=CounterMetricFamily,
+        help="Missing blocks that lookups and acquires asked for, by cause, some of them estimated: new, or why those "
+        "are not there that were asked for or stored before (docs/hints.md). All others had been asked for before, and "
+        "never offered.",
+        labels=("cause",),
+        samples=lambda store: [
+            ({"cause": cause}, getattr(store.core.reuse.total, f"{cause}_count")) for cause in ("new", *CAUSES)
+        ],
+    ),
+    MetricSpec(
+        name="kvstore_store_recent_hit_ratio",
+        kind=GaugeMetricFamily,
+        help="Of the blocks asked for in the last one to two hours, the share that was there, and the share that a "
+        "store without limits would have had.",
+        labels=("of",),
+        samples=lambda store: [
+            ({"of": "this_store"}, store.core.reuse.recent.hit_ratio),
+            ({"of": "ceiling"}, store.core.reuse.recent.ceiling_ratio),
+        ],
+    ),
+    MetricSpec(
+        name="kvstore_store_recent_gap_ratio",
+        kind=GaugeMetricFamily,
+        help="What lies between these two, by cause: too little room, the policy, what was not admitted, another "
+        "namespace that has it, failures, and what nobody offered.",
+        labels=("cause",),
+        samples=lambda store: [
+            ({"cause": cause}, share) for cause, share in store.core.reuse.recent.gap_ratios().items()
+        ],
+    ),
+    MetricSpec(
         name="kvstore_store_read_blocks_total",
         kind=CounterMetricFamily,
         help="Blocks asked for by reads, by outcome; a client may read without having looked up.",
@@ -228,11 +262,13 @@ SPECS: tuple[MetricSpec, ...] = (
     MetricSpec(
         name="kvstore_store_expired_total",
         kind=CounterMetricFamily,
-        help="Leases and reservations whose owner let their time pass.",
+        help="Leases and reservations whose owner let their time pass, and blocks that were unused for as long as a "
+        "hint gave them.",
         labels=("what",),
         samples=lambda store: [
             ({"what": "lease"}, store.core.counters.expired_lease_count),
             ({"what": "reservation"}, store.core.counters.expired_reservation_count),
+            ({"what": "block"}, store.core.counters.expired_block_count),
         ],
     ),
     MetricSpec(
@@ -399,12 +435,16 @@ SPECS: tuple[MetricSpec, ...] = (
     MetricSpec(
         name="kvstore_nvme_prefetch_blocks_total",
         kind=CounterMetricFamily,
-        help="Blocks of prefetches that were started, or refused because too much was under way.",
+        help="Blocks of prefetches that were started, or refused because too much was under way; of those started: there "
+        "when they were used, asked for while on their way, or gone again unused.",
         labels=("outcome",),
         samples=_nvme(
             lambda nvme: [
                 ({"outcome": "started"}, nvme.prefetch_started_count),
                 ({"outcome": "refused"}, nvme.prefetch_refused_count),
+                ({"outcome": "useful"}, nvme.prefetch_useful_count),
+                ({"outcome": "late"}, nvme.prefetch_late_count),
+                ({"outcome": "wasted"}, nvme.prefetch_wasted_count),
             ]
         ),
     ),

@@ -96,6 +96,8 @@ class GrpcServer:
             (wire.COUNT_READS, service.count_reads),
             (wire.PREFETCH_BLOCKS, service.prefetch_blocks),
             (wire.DESCRIBE_NAMESPACES, service.describe_namespaces),
+            (wire.HINT_BLOCKS, service.hint_blocks),
+            (wire.TAKE_ACCESSES, service.take_accesses),
             (wire.RESERVE_BLOCKS, service.reserve_blocks),
             (wire.COMMIT_BLOCKS, service.commit_blocks),
             (wire.ABORT_RESERVATIONS, service.abort_reservations),

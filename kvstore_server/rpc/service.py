@@ -7,18 +7,21 @@ bounded pool of threads on places that are retained meanwhile.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from kvstore import PROTOCOL_VERSION, __version__
 from kvstore import messages as m
 from kvstore.envelope import ENVELOPE_BYTES, PayloadChecksum
 from kvstore.errors import InvalidArgumentError, UnavailableError
+from kvstore.eviction import NO_HINT, Request
 from kvstore.frames import ReadFrame, WriteFrame, cut
 from kvstore.keys import HASH_BYTES, BlockHash, split_hashes
 from kvstore.messages import (
@@ -36,6 +39,8 @@ from kvstore.messages import (
     TransferPath,
 )
 from kvstore.slab import encode_slot_header, encode_slot_records
+from kvstore_server.core.accesses import AccessLog
+from kvstore_server.core.hints import SECRET_BYTES, request_of
 from kvstore_server.core.in_flight import InFlight
 from kvstore_server.core.space import Place
 from kvstore_server.core.store import BlockKey, Found, Reservation, StoreCore, StoredBlock, with_lower_tier
@@ -118,6 +123,9 @@ class StoreService:
         self.closed_nvme: NvmeFigures | None = None
         """What there is to say of it as long as it should be, and is not."""
         self._core = core
+        core.reuse.used_bytes = self._used_bytes
+        self._session_secret = secrets.token_bytes(SECRET_BYTES)
+        self._accesses = AccessLog(secret=secrets.token_bytes(SECRET_BYTES))
         self._arenas = arenas
         self._in_flight = in_flight
         self._transfers = transfers
@@ -154,6 +162,7 @@ class StoreService:
 
     async def get_store_stats(self, _: m.GetStoreStatsRequest, caller: Caller) -> m.StoreStats:
         core, counters = self._core, self._core.counters
+        core.reuse.tick(now_s=self._clock())
         namespaces = core.namespace_stats(caller.tenant)
         return m.StoreStats(
             capacity_bytes=core.space.capacity_bytes,
@@ -179,6 +188,8 @@ class StoreService:
             uptime_s=self._clock() - self._started_s,
             namespaces=namespaces,
             nvme=None if (figures := self.nvme_figures()) is None else _nvme_stats(figures),
+            reuse=core.reuse.total,
+            recent_reuse=core.reuse.recent,
         )
 
     async def describe_namespaces(self, _: m.DescribeNamespacesRequest, caller: Caller) -> m.DescribeNamespacesResponse:
@@ -206,7 +217,11 @@ class StoreService:
         namespace_id = scoped(caller.tenant, request.namespace_id)
         hashes = _hashes(request.block_hashes)
         recompute_s = _recompute(request.recompute_s_per_block)
-        found = await self._find(namespace_id, hashes, wait_s=request.wait_s)
+        hinted = self._request(request.hint, namespace_id)
+        found = await self._find(namespace_id, hashes, packed=request.block_hashes, wait_s=request.wait_s)
+        self._note_access(namespace_id, m.AccessKind.LOOKUP, hashes, request.hint, matched_count=found.matched_count)
+        self._note_asked(namespace_id, hinted)
+        self._describe(namespace_id, hashes[: found.matched_count], hinted)
         prefix = self._prefix(namespace_id, hashes, found, recompute_s_per_block=recompute_s)
         return m.LookupBlocksResponse(
             matched_count=prefix.matched_count,
@@ -223,7 +238,10 @@ class StoreService:
         owner_id = self._new_holder(request.owner_id, caller)
         lease_s = _duration("lease_duration", request.lease_s, max_s=m.LEASE_S_MAX)
         recompute_s = _recompute(request.recompute_s_per_block)
-        found = await self._find(namespace_id, hashes, wait_s=request.wait_s)
+        hinted = self._request(request.hint, namespace_id)
+        found = await self._find(namespace_id, hashes, packed=request.block_hashes, wait_s=request.wait_s)
+        self._note_access(namespace_id, m.AccessKind.LOOKUP, hashes, request.hint, matched_count=found.matched_count)
+        self._note_asked(namespace_id, hinted)
         prefix = self._prefix(namespace_id, hashes, found, recompute_s_per_block=recompute_s)
         if Tier.NVME in found.tiers[: prefix.matched_count]:
             prefix = await self._bring_prefix(namespace_id, hashes, prefix)
@@ -234,6 +252,7 @@ class StoreService:
             owner_id=owner_id,
             now_s=self._clock(),
             duration_s=lease_s,
+            request=hinted,
         )
         return m.AcquirePrefixResponse(
             matched_count=prefix.matched_count,
@@ -248,6 +267,7 @@ class StoreService:
     async def prefetch_blocks(self, request: m.PrefetchBlocksRequest, caller: Caller) -> m.PrefetchBlocksResponse:
         namespace_id = scoped(caller.tenant, request.namespace_id)
         hashes = _hashes(request.block_hashes)
+        self._describe(namespace_id, hashes, self._request(request.hint, namespace_id))
         if self.nvme is not None:
             begun = self.nvme.prefetch(namespace_id, hashes, budget_bytes=request.budget_bytes)
         else:
@@ -288,10 +308,12 @@ class StoreService:
         if request.path is TransferPath.STREAM:
             raise InvalidArgumentError.of("path", "STREAM", "SLAB, BULK or NIXL; ReadBlocks needs no lease")
         self._check_path(request.path, owner_id, caller, is_write=False)
+        hinted = self._request(request.hint, namespace_id)
+        self._note_asked(namespace_id, hinted)
         if self.nvme is not None:
-            await self.nvme.bring(namespace_id, hashes)
+            await self.nvme.bring(namespace_id, hashes, request=hinted)
         leased = self._core.lease_stored(
-            namespace_id, hashes, owner_id=owner_id, now_s=self._clock(), duration_s=lease_s
+            namespace_id, hashes, owner_id=owner_id, now_s=self._clock(), duration_s=lease_s, request=hinted
         )
         slots = ticket = b""
         if request.path is not TransferPath.BULK:
@@ -310,7 +332,9 @@ class StoreService:
     async def read_blocks(self, request: m.ReadBlocksRequest, caller: Caller) -> AsyncGenerator[ReadFrame, None]:
         namespace_id = scoped(caller.tenant, request.namespace_id)
         hashes = _hashes(request.block_hashes)
-        self._core.touch(namespace_id, hashes)
+        hinted = self._request(request.hint, namespace_id)
+        self._note_asked(namespace_id, hinted)
+        self._core.touch(namespace_id, hashes, request=hinted)
         window_count = max(self._read_ahead_bytes // self._core.space.slot_bytes(namespace_id), 1)
         held: deque[StoredBlock | None] = deque()
         try:
@@ -319,7 +343,7 @@ class StoreService:
                     held.append(self._core.begin_read(namespace_id, block_hash))
                 elif index % window_count == 0:
                     window = hashes[index : index + window_count]
-                    await self.nvme.bring(namespace_id, window)
+                    await self.nvme.bring(namespace_id, window, request=hinted)
                     held += [self._core.begin_read(namespace_id, one) for one in window]
                     # Those behind them come while these are sent.
                     self.nvme.start(namespace_id, hashes[index + window_count : index + 2 * window_count])
@@ -361,8 +385,34 @@ class StoreService:
     async def count_reads(self, request: m.CountReadsRequest, caller: Caller) -> m.CountReadsResponse:
         _count("hit_count", request.hit_count, count_max=m.HIT_COUNT_MAX)
         namespace_id = scoped(caller.tenant, request.namespace_id)
-        self._core.count_unseen_reads(namespace_id, _hashes(request.block_hashes), hit_count=request.hit_count)
+        hashes = _hashes(request.block_hashes)
+        hinted = self._request(request.hint, namespace_id)
+        self._note_asked(namespace_id, hinted)
+        self._core.count_unseen_reads(namespace_id, hashes, hit_count=request.hit_count, request=hinted)
+        self._core.reuse.found_unseen(request.hit_count)
+        if hashes:
+            self._note_access(namespace_id, m.AccessKind.READ, hashes, request.hint, matched_count=len(hashes))
         return m.CountReadsResponse()
+
+    async def hint_blocks(self, request: m.HintBlocksRequest, caller: Caller) -> m.HintBlocksResponse:
+        namespace_id = scoped(caller.tenant, request.namespace_id)
+        hashes = _hashes(request.block_hashes)
+        hinted = self._request(request.hint, namespace_id)
+        self._core.describe(namespace_id, hashes, hinted, now_s=self._clock())
+        self._note_access(namespace_id, m.AccessKind.HINT, hashes, request.hint, matched_count=0)
+        self._note_ended(namespace_id, hashes, hinted)
+        return m.HintBlocksResponse()
+
+    async def take_accesses(self, request: m.TakeAccessesRequest, caller: Caller) -> m.TakeAccessesResponse:
+        namespace_id = scoped(caller.tenant, request.namespace_id)
+        self._core.stored(namespace_id)
+        taken = self._accesses.take(namespace_id, after_number=request.after_number, uptime_s=self._uptime_s())
+        return m.TakeAccessesResponse(
+            accesses=taken.accesses,
+            last_number=taken.last_number,
+            dropped_count=taken.dropped_count,
+            epoch=self._epoch,
+        )
 
     async def verify_blocks(self, request: m.VerifyBlocksRequest, caller: Caller) -> m.VerifyBlocksResponse:
         namespace_id = scoped(caller.tenant, request.namespace_id)
@@ -383,6 +433,7 @@ class StoreService:
         if len(request.parent_hash) not in (0, HASH_BYTES):
             raise InvalidArgumentError.of("parent_hash", f"{len(request.parent_hash)} bytes", "32 bytes, or none")
         self._check_path(request.path, owner_id, caller, is_write=True)
+        hinted = self._request(request.hint, namespace_id)
         states, reservations = self._core.reserve(
             namespace_id,
             hashes,
@@ -392,7 +443,9 @@ class StoreService:
             duration_s=_duration("reservation_duration", request.reservation_s, max_s=m.RESERVATION_S_MAX),
             path=request.path,
             is_overloaded=self._is_overloaded(request.path, owner_id, caller),
+            request=hinted,
         )
+        self._note_ended(namespace_id, hashes, hinted)
         if self.nvme is not None:
             self.nvme.wake()
         reserved = [reservation for reservation in reservations if reservation is not None]
@@ -487,9 +540,13 @@ class StoreService:
 
     def sweep(self) -> None:
         """Ends what has expired; to be called every so often."""
-        if self._core.expire(now_s=self._clock()):
+        now_s = self._clock()
+        if self._core.expire(now_s=now_s):
             self.wake_waiters()
         self._evict()
+        self._core.reuse.tick(now_s=now_s)
+        if self.nvme is not None:
+            self.nvme.expectations.tick()
 
     # --- inside
 
@@ -506,7 +563,7 @@ class StoreService:
         on_disk = self.nvme.stored(namespace_id)
         return with_lower_tier(found, bytes(map(on_disk.__contains__, hashes))) if on_disk else found
 
-    async def _find(self, namespace_id: ScopedId, hashes: list[BlockHash], *, wait_s: float) -> Found:
+    async def _find(self, namespace_id: ScopedId, hashes: list[BlockHash], *, packed: bytes, wait_s: float) -> Found:
         """A lookup that waits, for so long, while the block behind its matched prefix is pending."""
         if not 0.0 <= wait_s <= m.WAIT_S_MAX:
             raise InvalidArgumentError.of("wait_duration", f"{wait_s:g} s", f"0 to {m.WAIT_S_MAX:g} s")
@@ -518,6 +575,7 @@ class StoreService:
             is_blocked = found.matched_count < len(hashes) and found.states[found.matched_count] == BlockState.PENDING
             if not is_blocked or left_s <= 0:
                 self._core.count_lookup(found)
+                self._count_reuse(namespace_id, hashes, packed, found)
                 if self.nvme is not None:
                     self.nvme.count_hits(found.tiers.count(Tier.NVME))
                 return found
@@ -529,6 +587,74 @@ class StoreService:
                         await self._settled.wait()
             except TimeoutError:
                 continue  # one last look
+
+    def _request(self, hint: m.Hint | None, namespace_id: ScopedId) -> Request:
+        return request_of(hint, namespace_id=namespace_id, secret=self._session_secret)
+
+    def _describe(self, namespace_id: ScopedId, hashes: Sequence[BlockHash], hinted: Request) -> None:
+        if hinted is not NO_HINT:
+            self._core.describe(namespace_id, hashes, hinted, now_s=self._clock())
+
+    def _note_asked(self, namespace_id: ScopedId, hinted: Request) -> None:
+        """A session is back, if it is known which."""
+        if self.nvme is not None and hinted is not NO_HINT:
+            self.nvme.expectations.asked(namespace_id, hinted)
+
+    def _note_ended(self, namespace_id: ScopedId, hashes: Sequence[BlockHash], hinted: Request) -> None:
+        """A session's request has brought what is new, or told more: it may be away now."""
+        if self.nvme is not None and hinted is not NO_HINT:
+            self.nvme.expectations.ended(namespace_id, hashes, hinted)
+
+    def _uptime_s(self) -> float:
+        return self._clock() - self._started_s
+
+    def _note_access(
+        self,
+        namespace_id: ScopedId,
+        kind: m.AccessKind,
+        hashes: Sequence[BlockHash],
+        hint: m.Hint | None,
+        *,
+        matched_count: int,
+    ) -> None:
+        """For who records what is asked, if anybody does."""
+        if not self._accesses.is_watched(namespace_id):
+            return
+        if hint is not None:
+            hint = replace(hint, session_hash=self._request(hint, namespace_id).session_id or 0)
+        self._accesses.note(
+            namespace_id, kind, hashes, matched_count=matched_count, hint=hint, uptime_s=self._uptime_s()
+        )
+
+    def _used_bytes(self) -> int:
+        return self._core.space.used_bytes + (0 if self.nvme is None else self.nvme.used_bytes)
+
+    def _count_reuse(self, namespace_id: ScopedId, hashes: list[BlockHash], packed: bytes, found: Found) -> None:
+        """What could have been hits of this lookup."""
+        elsewhere_count = unreadable_count = 0
+        first_miss = found.states.find(BlockState.MISS)
+        if first_miss >= 0:
+            behind, states = hashes[first_miss:], found.states[first_miss:]
+            run_count = max(map(partial(self._run_count, behind), self._core.siblings(namespace_id)), default=0)
+            elsewhere_count = states[:run_count].count(BlockState.MISS)
+            if self.nvme is not None and not self.nvme.may_read():
+                run_count = self.nvme.unreadable_count(namespace_id, behind)
+                unreadable_count = states[:run_count].count(BlockState.MISS)
+        self._core.reuse.looked_up(
+            namespace_id,
+            packed,
+            found.states,
+            block_bytes=self._core.space.slot_bytes(namespace_id),
+            now_s=self._clock(),
+            elsewhere_count=elsewhere_count,
+            unreadable_count=unreadable_count,
+        )
+
+    def _run_count(self, hashes: list[BlockHash], namespace_id: ScopedId) -> int:
+        """How many leading ones of these blocks a namespace has."""
+        in_memory = self._core.stored(namespace_id)
+        on_disk = {} if self.nvme is None else self.nvme.stored(namespace_id)
+        return sum(1 for _ in takewhile(lambda one: one in in_memory or one in on_disk, hashes))
 
     def _prefix(
         self, namespace_id: ScopedId, hashes: list[BlockHash], found: Found, *, recompute_s_per_block: float

@@ -61,6 +61,8 @@ def answerers(service: StoreService) -> tuple[Answerer, ...]:
         wire.COUNT_READS.name: service.count_reads,
         wire.PREFETCH_BLOCKS.name: service.prefetch_blocks,
         wire.DESCRIBE_NAMESPACES.name: service.describe_namespaces,
+        wire.HINT_BLOCKS.name: service.hint_blocks,
+        wire.TAKE_ACCESSES.name: service.take_accesses,
         wire.RESERVE_BLOCKS.name: service.reserve_blocks,
         wire.COMMIT_BLOCKS.name: service.commit_blocks,
         wire.ABORT_RESERVATIONS.name: service.abort_reservations,

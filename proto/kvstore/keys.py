@@ -30,6 +30,8 @@ TOKENS_PER_BLOCK_MAX = 1 << 20
 _HASH_FORMAT = f"{HASH_BYTES}s"
 _RUN = struct.Struct(_HASH_FORMAT * 256)
 """How hashes are split: as many at once as a short prompt has. Seven times as fast as one by one."""
+SESSION_BYTES_MAX = 4096
+"""Of a session's name in UTF-8: more than any engine's request id."""
 _CHAIN_DOMAIN = b"kvstore block chain v1"
 
 
@@ -91,6 +93,15 @@ def block_hash_from_engine(engine_hash: bytes) -> BlockHash:
     if len(engine_hash) == HASH_BYTES:
         return BlockHash(bytes(engine_hash))
     return BlockHash(blake3(bytes(engine_hash)).digest())
+
+
+def session_hash(namespace_id: NamespaceId, name: str) -> int:
+    """What stands for a session's name outside the process that knows it: 64 bits, never 0, of no use elsewhere.
+
+    BLAKE3 of its UTF-8, keyed with the namespace's id, which has the tenant's salt in it; the first 8 bytes,
+    little-endian.
+    """
+    return int.from_bytes(blake3(name.encode(), key=namespace_id).digest(length=8), "little") or 1
 
 
 def pack_hashes(hashes: Iterable[BlockHash]) -> bytes:

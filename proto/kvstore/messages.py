@@ -37,6 +37,15 @@ RECOMPUTE_S_MAX = 60.0
 """Seconds that recomputing one block may be said to take."""
 LEASE_S_MAX = 600.0
 RESERVATION_S_MAX = 300.0
+PRIORITY_MAX = 2
+"""Of a hint; the lowest is its negative."""
+ACCESS_NUMBER_BYTES = 8
+ACCESS_BLOCKS_MAX = 65_536
+"""In one answer of accesses, unless a single one has more."""
+HINT_S_MAX = 30 * 86_400.0
+"""Most that a hint may look ahead."""
+HINT_COUNT_MAX = (1 << 32) - 1
+"""Of turns and tokens in a hint."""
 FRAME_DATA_BYTES_MAX = (2 << 20) + 4096
 """A 2 MiB block with its envelope travels in one frame, under gRPC's default 4 MiB limit."""
 
@@ -96,6 +105,31 @@ class CommitState(IntEnum):
     CORRUPT = 4
 
 
+class FinishReason(IntEnum):
+    """How the answer to a prompt ended."""
+
+    UNKNOWN = 0
+    """Or not yet, or in a way that is not known here."""
+    TOOL_USE = 1
+    END_TURN = 2
+    OTHER = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hint:
+    """What a caller knows of the request for which it uses blocks, as it travels; zero or None: not known."""
+
+    session_hash: int = 0
+    turn: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    finish_reason: FinishReason = FinishReason.UNKNOWN
+    expected_return_s: float | None = None
+    is_done: bool = False
+    priority: int = 0
+    ttl_s: float | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GetStoreInfoRequest:
     pass
@@ -149,6 +183,44 @@ class NvmeStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReuseStats:
+    """What could have been hits in a span of time, and why it was not; `v1/store.proto` says what each count is."""
+
+    window_s: float
+    hit_count: int
+    miss_count: int
+    new_count: int
+    capacity_count: int
+    policy_count: int
+    admission_count: int
+    identity_count: int
+    failure_count: int
+    unoffered_count: int
+
+    @property
+    def hit_ratio(self) -> float:
+        """Of the blocks that lookups asked for; 0 where they asked for none."""
+        return self.hit_count / max(self.hit_count + self.miss_count, 1)
+
+    @property
+    def ceiling_ratio(self) -> float:
+        """What `hit_ratio` would have been with room for everything, and nothing in the way."""
+        return self.hit_ratio + (self.miss_count - self.new_count) / max(self.hit_count + self.miss_count, 1)
+
+    def gap_ratios(self) -> dict[str, float]:
+        """What lies between these two, by cause."""
+        looked_up_count = max(self.hit_count + self.miss_count, 1)
+        return {
+            "capacity": self.capacity_count / looked_up_count,
+            "policy": self.policy_count / looked_up_count,
+            "admission": self.admission_count / looked_up_count,
+            "identity": self.identity_count / looked_up_count,
+            "failure": self.failure_count / looked_up_count,
+            "unoffered": self.unoffered_count / looked_up_count,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStats:
     capacity_bytes: int
     ready_bytes: int
@@ -172,6 +244,9 @@ class StoreStats:
     namespaces: tuple[NamespaceStats, ...]
     nvme: NvmeStats | None = None
     """None where there is no such tier."""
+    reuse: ReuseStats | None = None
+    """Since the start; None from a daemon that does not tell."""
+    recent_reuse: ReuseStats | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +289,7 @@ class LookupBlocksRequest:
     block_hashes: bytes
     wait_s: float = 0.0
     recompute_s_per_block: float = 0.0
+    hint: Hint | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +310,7 @@ class AcquirePrefixRequest:
     lease_s: float
     wait_s: float = 0.0
     recompute_s_per_block: float = 0.0
+    hint: Hint | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,6 +351,7 @@ class ReleaseLeasesResponse:
 class ReadBlocksRequest:
     namespace_id: NamespaceId
     block_hashes: bytes
+    hint: Hint | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,6 +361,7 @@ class LeaseBlocksRequest:
     block_hashes: bytes
     lease_s: float
     path: TransferPath
+    hint: Hint | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,6 +381,7 @@ class ReserveBlocksRequest:
     reservation_s: float
     parent_hash: bytes = b""
     path: TransferPath = TransferPath.STREAM
+    hint: Hint | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -346,6 +426,7 @@ class CountReadsRequest:
     namespace_id: NamespaceId
     block_hashes: bytes
     hit_count: int = 0
+    hint: Hint | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,6 +439,7 @@ class PrefetchBlocksRequest:
     namespace_id: NamespaceId
     block_hashes: bytes
     budget_bytes: int = 0
+    hint: Hint | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,6 +448,54 @@ class PrefetchBlocksResponse:
     started_count: int
     refused_count: int
     missing_count: int
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HintBlocksRequest:
+    namespace_id: NamespaceId
+    block_hashes: bytes
+    hint: Hint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HintBlocksResponse:
+    pass
+
+
+class AccessKind(IntEnum):
+    """What was asked of blocks."""
+
+    UNKNOWN = 0
+    LOOKUP = 1
+    READ = 2
+    HINT = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """One thing that was asked of the daemon; blocks and sessions are salted hashes."""
+
+    kind: AccessKind
+    uptime_s: float
+    block_numbers: bytes
+    """`ACCESS_NUMBER_BYTES` for each block."""
+    matched_count: int = 0
+    hint: Hint | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeAccessesRequest:
+    namespace_id: NamespaceId
+    after_number: int = 0
+    """0: begin now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeAccessesResponse:
+    accesses: tuple[Access, ...]
+    last_number: int
+    dropped_count: int
     epoch: Epoch
 
 

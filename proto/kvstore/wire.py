@@ -82,6 +82,41 @@ def _fields(source: Any, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: getattr(source, name) for name in names}
 
 
+# --- hints
+
+_HINT = ("session_hash", "turn", "input_tokens", "output_tokens", "is_done", "priority")
+_FINISH_REASONS = {int(reason): reason for reason in m.FinishReason}
+
+
+def _put_hint(value: m.Hint | None, pb: Any) -> Any:
+    """Onto a request, if there is one; returns the request."""
+    if value is not None:
+        _copy(value, pb.hint, _HINT)
+        pb.hint.finish_reason = int(value.finish_reason)
+        if value.expected_return_s is not None:
+            pb.hint.expected_return_duration.CopyFrom(_duration(value.expected_return_s))
+        if value.ttl_s is not None:
+            pb.hint.ttl_duration.CopyFrom(_duration(value.ttl_s))
+        pb.hint.SetInParent()  # a hint that says nothing is one, too
+    return pb
+
+
+def _hint(pb: Any) -> m.Hint | None:
+    """Of a request."""
+    return _decode_hint(pb.hint) if pb.HasField("hint") else None
+
+
+def _decode_hint(hint: store_pb2.Hint) -> m.Hint:
+    return m.Hint(
+        finish_reason=_FINISH_REASONS.get(hint.finish_reason, m.FinishReason.UNKNOWN),
+        expected_return_s=_seconds(hint.expected_return_duration)
+        if hint.HasField("expected_return_duration")
+        else None,
+        ttl_s=_seconds(hint.ttl_duration) if hint.HasField("ttl_duration") else None,
+        **_fields(hint, _HINT),
+    )
+
+
 # --- GetStoreInfo, GetStoreStats
 
 _INFO = (
@@ -131,6 +166,17 @@ _NVME_STATS = (
     "corrupt_count",
     "undemoted_count",
 )
+_REUSE_STATS = (
+    "hit_count",
+    "miss_count",
+    "new_count",
+    "capacity_count",
+    "policy_count",
+    "admission_count",
+    "identity_count",
+    "failure_count",
+    "unoffered_count",
+)
 _NAMESPACE_STATS = ("namespace_id", "model", "slot_bytes", "block_count", "used_bytes")
 
 
@@ -151,14 +197,28 @@ def _encode_stats(value: m.StoreStats) -> bytes:
     if value.nvme is not None:
         pb.nvme.state = cast("Any", int(value.nvme.state))  # the stubs know only their own enum
         _copy(value.nvme, pb.nvme, _NVME_STATS)
+    for name in ("reuse", "recent_reuse"):
+        reuse = getattr(value, name)
+        if reuse is not None:
+            _copy(reuse, getattr(pb, name), _REUSE_STATS).window_duration.CopyFrom(_duration(reuse.window_s))
     return bytes(_copy(value, pb, _STATS).SerializeToString())
 
 
 def _decode_stats(data: bytes) -> m.StoreStats:
     pb = _parse(store_pb2.GetStoreStatsResponse, data)
     namespaces = tuple(m.NamespaceStats(**_fields(namespace, _NAMESPACE_STATS)) for namespace in pb.namespaces)
-    nvme = _nvme_stats(pb.nvme) if pb.HasField("nvme") else None
-    return m.StoreStats(uptime_s=_seconds(pb.uptime_duration), namespaces=namespaces, nvme=nvme, **_fields(pb, _STATS))
+    return m.StoreStats(
+        uptime_s=_seconds(pb.uptime_duration),
+        namespaces=namespaces,
+        nvme=_nvme_stats(pb.nvme) if pb.HasField("nvme") else None,
+        reuse=_reuse_stats(pb.reuse) if pb.HasField("reuse") else None,
+        recent_reuse=_reuse_stats(pb.recent_reuse) if pb.HasField("recent_reuse") else None,
+        **_fields(pb, _STATS),
+    )
+
+
+def _reuse_stats(pb: store_pb2.ReuseStats) -> m.ReuseStats:
+    return m.ReuseStats(window_s=_seconds(pb.window_duration), **_fields(pb, _REUSE_STATS))
 
 
 def _nvme_stats(pb: store_pb2.NvmeStats) -> m.NvmeStats:
@@ -271,7 +331,7 @@ def _encode_lookup(value: m.LookupBlocksRequest) -> bytes:
         pb.wait_duration.CopyFrom(_duration(value.wait_s))
     if value.recompute_s_per_block:
         pb.recompute_us_per_block = value.recompute_s_per_block * 1e6
-    return pb.SerializeToString()
+    return bytes(_put_hint(value.hint, pb).SerializeToString())
 
 
 def _decode_lookup(data: bytes) -> m.LookupBlocksRequest:
@@ -281,6 +341,7 @@ def _decode_lookup(data: bytes) -> m.LookupBlocksRequest:
         block_hashes=pb.block_hashes,
         wait_s=_seconds(pb.wait_duration) if pb.HasField("wait_duration") else 0.0,
         recompute_s_per_block=pb.recompute_us_per_block / 1e6,
+        hint=_hint(pb),
     )
 
 
@@ -323,7 +384,7 @@ def _encode_acquire(value: m.AcquirePrefixRequest) -> bytes:
     )
     if value.recompute_s_per_block:
         pb.recompute_us_per_block = value.recompute_s_per_block * 1e6
-    return pb.SerializeToString()
+    return bytes(_put_hint(value.hint, pb).SerializeToString())
 
 
 def _decode_acquire(data: bytes) -> m.AcquirePrefixRequest:
@@ -335,6 +396,7 @@ def _decode_acquire(data: bytes) -> m.AcquirePrefixRequest:
         lease_s=_seconds(pb.lease_duration),
         wait_s=_seconds(pb.wait_duration),
         recompute_s_per_block=pb.recompute_us_per_block / 1e6,
+        hint=_hint(pb),
     )
 
 
@@ -431,12 +493,12 @@ RELEASE_LEASES: Method[m.ReleaseLeasesRequest, m.ReleaseLeasesResponse] = Method
     ),
 )
 
-# --- LeaseBlocks, ReadBlocks, CountReads, PrefetchBlocks, VerifyBlocks
+# --- LeaseBlocks, ReadBlocks, CountReads, PrefetchBlocks, HintBlocks, TakeAccesses, VerifyBlocks
 
 
 def _decode_read(data: bytes) -> m.ReadBlocksRequest:
     pb = _parse(store_pb2.ReadBlocksRequest, data)
-    return m.ReadBlocksRequest(namespace_id=NamespaceId(pb.namespace_id), block_hashes=pb.block_hashes)
+    return m.ReadBlocksRequest(namespace_id=NamespaceId(pb.namespace_id), block_hashes=pb.block_hashes, hint=_hint(pb))
 
 
 def _path(number: int) -> m.TransferPath:
@@ -447,13 +509,14 @@ def _path(number: int) -> m.TransferPath:
 
 
 def _encode_lease_blocks(value: m.LeaseBlocksRequest) -> bytes:
-    return store_pb2.LeaseBlocksRequest(
+    pb = store_pb2.LeaseBlocksRequest(
         namespace_id=value.namespace_id,
         owner_id=value.owner_id,
         block_hashes=value.block_hashes,
         lease_duration=_duration(value.lease_s),
         path=cast("Any", int(value.path)),  # the stubs know only their own enum
-    ).SerializeToString()
+    )
+    return bytes(_put_hint(value.hint, pb).SerializeToString())
 
 
 def _decode_lease_blocks(data: bytes) -> m.LeaseBlocksRequest:
@@ -464,6 +527,7 @@ def _decode_lease_blocks(data: bytes) -> m.LeaseBlocksRequest:
         block_hashes=pb.block_hashes,
         lease_s=_seconds(pb.lease_duration),
         path=_path(pb.path),
+        hint=_hint(pb),
     )
 
 
@@ -506,8 +570,8 @@ def _decode_verify(data: bytes) -> m.VerifyBlocksRequest:
 READ_BLOCKS: Method[m.ReadBlocksRequest, frames.ReadFrame] = Method(
     service=STORE_SERVICE,
     name="ReadBlocks",
-    encode_request=lambda value: store_pb2.ReadBlocksRequest(
-        namespace_id=value.namespace_id, block_hashes=value.block_hashes
+    encode_request=lambda value: _put_hint(
+        value.hint, store_pb2.ReadBlocksRequest(namespace_id=value.namespace_id, block_hashes=value.block_hashes)
     ).SerializeToString(),
     decode_request=_decode_read,
     encode_response=frames.encode_read_frame,
@@ -519,15 +583,21 @@ READ_BLOCKS: Method[m.ReadBlocksRequest, frames.ReadFrame] = Method(
 def _decode_count_reads(data: bytes) -> m.CountReadsRequest:
     pb = _parse(store_pb2.CountReadsRequest, data)
     return m.CountReadsRequest(
-        namespace_id=NamespaceId(pb.namespace_id), block_hashes=pb.block_hashes, hit_count=pb.hit_count
+        namespace_id=NamespaceId(pb.namespace_id),
+        block_hashes=pb.block_hashes,
+        hit_count=pb.hit_count,
+        hint=_hint(pb),
     )
 
 
 COUNT_READS: Method[m.CountReadsRequest, m.CountReadsResponse] = Method(
     service=STORE_SERVICE,
     name="CountReads",
-    encode_request=lambda value: store_pb2.CountReadsRequest(
-        namespace_id=value.namespace_id, block_hashes=value.block_hashes, hit_count=value.hit_count
+    encode_request=lambda value: _put_hint(
+        value.hint,
+        store_pb2.CountReadsRequest(
+            namespace_id=value.namespace_id, block_hashes=value.block_hashes, hit_count=value.hit_count
+        ),
     ).SerializeToString(),
     decode_request=_decode_count_reads,
     encode_response=lambda _: b"",
@@ -539,7 +609,10 @@ _PREFETCHED = ("in_memory_count", "started_count", "refused_count", "missing_cou
 def _decode_prefetch(data: bytes) -> m.PrefetchBlocksRequest:
     pb = _parse(store_pb2.PrefetchBlocksRequest, data)
     return m.PrefetchBlocksRequest(
-        namespace_id=NamespaceId(pb.namespace_id), block_hashes=pb.block_hashes, budget_bytes=pb.budget_bytes
+        namespace_id=NamespaceId(pb.namespace_id),
+        block_hashes=pb.block_hashes,
+        budget_bytes=pb.budget_bytes,
+        hint=_hint(pb),
     )
 
 
@@ -556,12 +629,86 @@ def _decode_prefetched(data: bytes) -> m.PrefetchBlocksResponse:
 PREFETCH_BLOCKS: Method[m.PrefetchBlocksRequest, m.PrefetchBlocksResponse] = Method(
     service=STORE_SERVICE,
     name="PrefetchBlocks",
-    encode_request=lambda value: store_pb2.PrefetchBlocksRequest(
-        namespace_id=value.namespace_id, block_hashes=value.block_hashes, budget_bytes=value.budget_bytes
+    encode_request=lambda value: _put_hint(
+        value.hint,
+        store_pb2.PrefetchBlocksRequest(
+            namespace_id=value.namespace_id, block_hashes=value.block_hashes, budget_bytes=value.budget_bytes
+        ),
     ).SerializeToString(),
     decode_request=_decode_prefetch,
     encode_response=_encode_prefetched,
     decode_response=_decode_prefetched,
+)
+
+
+def _decode_hint_blocks(data: bytes) -> m.HintBlocksRequest:
+    pb = _parse(store_pb2.HintBlocksRequest, data)
+    return m.HintBlocksRequest(
+        namespace_id=NamespaceId(pb.namespace_id), block_hashes=pb.block_hashes, hint=_decode_hint(pb.hint)
+    )
+
+
+HINT_BLOCKS: Method[m.HintBlocksRequest, m.HintBlocksResponse] = Method(
+    service=STORE_SERVICE,
+    name="HintBlocks",
+    encode_request=lambda value: _put_hint(
+        value.hint, store_pb2.HintBlocksRequest(namespace_id=value.namespace_id, block_hashes=value.block_hashes)
+    ).SerializeToString(),
+    decode_request=_decode_hint_blocks,
+    encode_response=lambda _: b"",
+    decode_response=lambda _: m.HintBlocksResponse(),
+)
+
+
+def _encode_accesses(value: m.TakeAccessesResponse) -> bytes:
+    pb = store_pb2.TakeAccessesResponse(
+        last_number=value.last_number, dropped_count=value.dropped_count, epoch=value.epoch
+    )
+    for access in value.accesses:
+        one = pb.accesses.add(
+            kind=cast("Any", int(access.kind)),  # the stubs know only their own enum
+            uptime_duration=_duration(access.uptime_s),
+            block_numbers=access.block_numbers,
+            matched_count=access.matched_count,
+        )
+        _put_hint(access.hint, one)
+    return pb.SerializeToString()
+
+
+def _decode_accesses(data: bytes) -> m.TakeAccessesResponse:
+    pb = _parse(store_pb2.TakeAccessesResponse, data)
+    return m.TakeAccessesResponse(
+        accesses=tuple(
+            m.Access(
+                kind=_ACCESS_KINDS.get(one.kind, m.AccessKind.UNKNOWN),
+                uptime_s=_seconds(one.uptime_duration),
+                block_numbers=one.block_numbers,
+                matched_count=one.matched_count,
+                hint=_hint(one),
+            )
+            for one in pb.accesses
+        ),
+        last_number=pb.last_number,
+        dropped_count=pb.dropped_count,
+        epoch=m.Epoch(pb.epoch),
+    )
+
+
+def _decode_take_accesses(data: bytes) -> m.TakeAccessesRequest:
+    pb = _parse(store_pb2.TakeAccessesRequest, data)
+    return m.TakeAccessesRequest(namespace_id=NamespaceId(pb.namespace_id), after_number=pb.after_number)
+
+
+_ACCESS_KINDS = {int(kind): kind for kind in m.AccessKind}
+TAKE_ACCESSES: Method[m.TakeAccessesRequest, m.TakeAccessesResponse] = Method(
+    service=STORE_SERVICE,
+    name="TakeAccesses",
+    encode_request=lambda value: store_pb2.TakeAccessesRequest(
+        namespace_id=value.namespace_id, after_number=value.after_number
+    ).SerializeToString(),
+    decode_request=_decode_take_accesses,
+    encode_response=_encode_accesses,
+    decode_response=_decode_accesses,
 )
 VERIFY_BLOCKS: Method[m.VerifyBlocksRequest, m.VerifyBlocksResponse] = Method(
     service=STORE_SERVICE,
@@ -580,14 +727,15 @@ VERIFY_BLOCKS: Method[m.VerifyBlocksRequest, m.VerifyBlocksResponse] = Method(
 
 
 def _encode_reserve(value: m.ReserveBlocksRequest) -> bytes:
-    return store_pb2.ReserveBlocksRequest(
+    pb = store_pb2.ReserveBlocksRequest(
         namespace_id=value.namespace_id,
         owner_id=value.owner_id,
         parent_hash=value.parent_hash,
         block_hashes=value.block_hashes,
         reservation_duration=_duration(value.reservation_s),
         path=cast("Any", int(value.path)),  # the stubs know only their own enum
-    ).SerializeToString()
+    )
+    return bytes(_put_hint(value.hint, pb).SerializeToString())
 
 
 def _decode_reserve(data: bytes) -> m.ReserveBlocksRequest:
@@ -599,6 +747,7 @@ def _decode_reserve(data: bytes) -> m.ReserveBlocksRequest:
         block_hashes=pb.block_hashes,
         reservation_s=_seconds(pb.reservation_duration),
         path=_path(pb.path) if pb.path else m.TransferPath.STREAM,
+        hint=_hint(pb),
     )
 
 
@@ -701,6 +850,8 @@ UNARY_STORE_METHODS: tuple[Method[Any, Any], ...] = (
     COUNT_READS,
     PREFETCH_BLOCKS,
     DESCRIBE_NAMESPACES,
+    HINT_BLOCKS,
+    TAKE_ACCESSES,
 )
 """All unary RPCs of the store. On the slab socket a method is known by its place here, so new ones go to the end."""
 

@@ -18,6 +18,7 @@ from kvstore_client import (
     Client,
     ClientConfig,
     GetResult,
+    Hint,
     LookupResult,
     PutResult,
 )
@@ -89,10 +90,16 @@ class AnyClient(Protocol):
         *,
         wait_s: float = 0.0,
         recompute_s_per_block: float | None = None,
+        hint: Hint | None = None,
     ) -> LookupResult: ...
 
     def prefetch(
-        self, namespace: Namespace, hashes: Sequence[BlockHash], *, budget_bytes: int | None = None
+        self,
+        namespace: Namespace,
+        hashes: Sequence[BlockHash],
+        *,
+        budget_bytes: int | None = None,
+        hint: Hint | None = None,
     ) -> PrefetchResult: ...
 
     def acquire(
@@ -103,15 +110,33 @@ class AnyClient(Protocol):
         lease_s: float | None = None,
         wait_s: float = 0.0,
         recompute_s_per_block: float | None = None,
+        hint: Hint | None = None,
     ) -> AnyLease: ...
 
-    def get(self, namespace: Namespace, hashes: Sequence[BlockHash], into: Any) -> GetResult: ...
+    def get(
+        self, namespace: Namespace, hashes: Sequence[BlockHash], into: Any, *, hint: Hint | None = None
+    ) -> GetResult: ...
 
-    def view(self, namespace: Namespace, hashes: Sequence[BlockHash], *, lease_s: float | None = None) -> AnyViews: ...
+    def view(
+        self,
+        namespace: Namespace,
+        hashes: Sequence[BlockHash],
+        *,
+        lease_s: float | None = None,
+        hint: Hint | None = None,
+    ) -> AnyViews: ...
 
     def put(
-        self, namespace: Namespace, hashes: Sequence[BlockHash], blocks: Any, *, parent_hash: BlockHash | None = None
+        self,
+        namespace: Namespace,
+        hashes: Sequence[BlockHash],
+        blocks: Any,
+        *,
+        parent_hash: BlockHash | None = None,
+        hint: Hint | None = None,
     ) -> PutResult: ...
+
+    def hint(self, namespace: Namespace, hashes: Sequence[BlockHash], hint: Hint) -> None: ...
 
     def close(self) -> None: ...
 
@@ -141,15 +166,23 @@ class BlockingAsyncClient:
         *,
         wait_s: float = 0.0,
         recompute_s_per_block: float | None = None,
+        hint: Hint | None = None,
     ) -> LookupResult:
         return self._runner.run(
-            self._client.lookup(namespace, hashes, wait_s=wait_s, recompute_s_per_block=recompute_s_per_block)
+            self._client.lookup(
+                namespace, hashes, wait_s=wait_s, recompute_s_per_block=recompute_s_per_block, hint=hint
+            )
         )
 
     def prefetch(
-        self, namespace: Namespace, hashes: Sequence[BlockHash], *, budget_bytes: int | None = None
+        self,
+        namespace: Namespace,
+        hashes: Sequence[BlockHash],
+        *,
+        budget_bytes: int | None = None,
+        hint: Hint | None = None,
     ) -> PrefetchResult:
-        return self._runner.run(self._client.prefetch(namespace, hashes, budget_bytes=budget_bytes))
+        return self._runner.run(self._client.prefetch(namespace, hashes, budget_bytes=budget_bytes, hint=hint))
 
     def acquire(
         self,
@@ -159,25 +192,42 @@ class BlockingAsyncClient:
         lease_s: float | None = None,
         wait_s: float = 0.0,
         recompute_s_per_block: float | None = None,
+        hint: Hint | None = None,
     ) -> _BlockingLease:
         flow = self._client.acquire(
-            namespace, hashes, lease_s=lease_s, wait_s=wait_s, recompute_s_per_block=recompute_s_per_block
+            namespace, hashes, lease_s=lease_s, wait_s=wait_s, recompute_s_per_block=recompute_s_per_block, hint=hint
         )
         return _BlockingLease(self._runner.run(flow), runner=self._runner)
 
-    def get(self, namespace: Namespace, hashes: Sequence[BlockHash], into: Any) -> GetResult:
-        return self._runner.run(self._client.get(namespace, hashes, into))
+    def get(
+        self, namespace: Namespace, hashes: Sequence[BlockHash], into: Any, *, hint: Hint | None = None
+    ) -> GetResult:
+        return self._runner.run(self._client.get(namespace, hashes, into, hint=hint))
 
     def put(
-        self, namespace: Namespace, hashes: Sequence[BlockHash], blocks: Any, *, parent_hash: BlockHash | None = None
+        self,
+        namespace: Namespace,
+        hashes: Sequence[BlockHash],
+        blocks: Any,
+        *,
+        parent_hash: BlockHash | None = None,
+        hint: Hint | None = None,
     ) -> PutResult:
-        return self._runner.run(self._client.put(namespace, hashes, blocks, parent_hash=parent_hash))
+        return self._runner.run(self._client.put(namespace, hashes, blocks, parent_hash=parent_hash, hint=hint))
 
     def view(
-        self, namespace: Namespace, hashes: Sequence[BlockHash], *, lease_s: float | None = None
+        self,
+        namespace: Namespace,
+        hashes: Sequence[BlockHash],
+        *,
+        lease_s: float | None = None,
+        hint: Hint | None = None,
     ) -> _BlockingViews:
-        views = self._runner.run(self._client.view(namespace, hashes, lease_s=lease_s))
+        views = self._runner.run(self._client.view(namespace, hashes, lease_s=lease_s, hint=hint))
         return _BlockingViews(views, runner=self._runner)
+
+    def hint(self, namespace: Namespace, hashes: Sequence[BlockHash], hint: Hint) -> None:
+        self._runner.run(self._client.hint(namespace, hashes, hint))
 
     def close(self) -> None:
         """Keeps the loop: a client may still be called after it was closed."""

@@ -52,6 +52,7 @@ _METHODS = (
     wire.ABORT_RESERVATIONS,
     wire.PREFETCH_BLOCKS,
     wire.DESCRIBE_NAMESPACES,
+    wire.HINT_BLOCKS,
 )
 _HANDLERS = {
     Streams.NEITHER: grpc.unary_unary_rpc_method_handler,
@@ -75,6 +76,8 @@ class FakeDaemon:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.hints: list[tuple[str, m.Hint]] = []
+        """What came with calls, by RPC."""
         self.blocks: dict[tuple[NamespaceId, BlockHash], bytes] = {}
         self.leases: dict[LeaseId, OwnerId] = {}
         self.reservations: dict[ReservationId, _Reservation] = {}
@@ -146,6 +149,7 @@ class FakeDaemon:
                     request: Any = map(method.decode_request, data)
                 else:
                     request = method.decode_request(data)
+                    self.note_hint(method, request)
                 response = getattr(self, f"_{method.name}")(request)
             except KvstoreError as error:
                 _abort(context, error)
@@ -157,7 +161,9 @@ class FakeDaemon:
         def handle(data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
             self._arrive(method, context)
             try:
-                frames = list(self._ReadBlocks(method.decode_request(data)))
+                request = method.decode_request(data)
+                self.note_hint(method, request)
+                frames = list(self._ReadBlocks(request))
                 for frame in self.rewrites.get(method.name, same)(frames):
                     yield frame if isinstance(frame, bytes) else method.encode_response(frame)
             except KvstoreError as error:
@@ -181,6 +187,23 @@ class FakeDaemon:
             gate.wait(30)
         if self._failures[method.name]:
             raise self._failures[method.name].popleft()
+
+    def note_hint(self, method: Method[Any, Any], request: Any) -> None:
+        hint = getattr(request, "hint", None)
+        if hint is not None:
+            with self._arrival:
+                self.hints.append((method.name, hint))
+                self._arrival.notify_all()
+
+    def wait_for_hint(self, method: str) -> m.Hint:
+        """The first that came with such a call."""
+
+        def found() -> list[m.Hint]:
+            return [hint for name, hint in self.hints if name == method]
+
+        with self._arrival:
+            assert self._arrival.wait_for(found, timeout=20), self.hints
+            return found()[0]
 
     # --- the store, as simply as it can be
 
@@ -273,6 +296,14 @@ class FakeDaemon:
 
     def _CountReads(self, _: m.CountReadsRequest) -> m.CountReadsResponse:  # noqa: N802
         return m.CountReadsResponse()
+
+    def _HintBlocks(self, _: m.HintBlocksRequest) -> m.HintBlocksResponse:  # noqa: N802
+        return m.HintBlocksResponse()
+
+    def _TakeAccesses(self, request: m.TakeAccessesRequest) -> m.TakeAccessesResponse:  # noqa: N802
+        return m.TakeAccessesResponse(
+            accesses=(), last_number=max(request.after_number, 1), dropped_count=0, epoch=self.epoch
+        )
 
     def _DescribeNamespaces(self, _: m.DescribeNamespacesRequest) -> m.DescribeNamespacesResponse:  # noqa: N802
         return m.DescribeNamespacesResponse(namespaces=())

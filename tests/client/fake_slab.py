@@ -207,6 +207,7 @@ class FakeSlabDaemon(FakeDaemon):
                 self.note_arrival(method)
                 with self._lock:
                     request = method.decode_request(body)
+                    self.note_hint(method, request)
                     response = getattr(self, f"_{method.name}")(request)
                 code, answer = 0, method.encode_response(self.rewrites.get(method.name, same)(response))
             except KvstoreError as error:

@@ -18,7 +18,7 @@ import pytest
 
 from kvstore import __version__, wire
 from kvstore.errors import CapacityError
-from kvstore.messages import NvmeState, NvmeStats
+from kvstore.messages import NvmeState, NvmeStats, ReuseStats
 from kvstore_client import cli
 from tests.client.fake_daemon import FakeDaemon
 from tests.conftest import DaemonProcess
@@ -81,6 +81,34 @@ def test_stats_come_as_lines_or_as_json(fake: FakeDaemon, capsys: pytest.Capture
     assert "blocks     0 stored" in capsys.readouterr().out
     assert run("stats", "--address", fake.address, "--json") == 0
     assert json.loads(capsys.readouterr().out)["block_count"] == 0
+
+
+def test_the_ceiling_of_the_hit_rate_is_one_line_or_an_object(
+    fake: FakeDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reuse = ReuseStats(
+        window_s=5_040.0,
+        hit_count=60,
+        miss_count=40,
+        new_count=26,
+        capacity_count=8,
+        policy_count=2,
+        admission_count=0,
+        identity_count=4,
+        failure_count=0,
+        unoffered_count=0,
+    )
+    fake.rewrites["GetStoreStats"] = lambda stats: replace(stats, reuse=reuse, recent_reuse=reuse)
+    assert run("stats", "--address", fake.address) == 0
+    ratios = "hits 60.0% of a possible 74.0%; missing for capacity 8.0%, policy 2.0%, identity 4.0%"
+    assert f"reuse      of the last 1 h 24 min: {ratios}\n" in capsys.readouterr().out
+    assert run("stats", "--address", fake.address, "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["recent_reuse"]["ceiling_ratio"] == pytest.approx(0.74)
+    assert shown["reuse"]["gap_ratios"]["identity"] == pytest.approx(0.04)
+    fake.rewrites.clear()
+    assert run("stats", "--address", fake.address, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["reuse"] is None
 
 
 NVME = NvmeStats(

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from array import array
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import InvalidArgumentError
-from kvstore.keys import BlockHash, block_hash_from_engine, chain_root, hash_blocks, pack_hashes, split_hashes
+from kvstore.keys import (
+    BlockHash,
+    NamespaceId,
+    block_hash_from_engine,
+    chain_root,
+    hash_blocks,
+    pack_hashes,
+    session_hash,
+    split_hashes,
+)
 from tests.contract.strategies import hashes, u32
 
 prompts = st.lists(u32, max_size=40)
@@ -148,6 +159,17 @@ def test_engine_hashes_of_any_length_stay_apart(one: bytes, other: bytes) -> Non
     left, right = block_hash_from_engine(one), block_hash_from_engine(other)
     assert len(left) == len(right) == 32
     assert (left == right) == (one == other)
+
+
+def test_a_session_is_hashed_as_the_page_says() -> None:
+    golden = json.loads((Path(__file__).parent / "golden" / "keys.json").read_text(encoding="utf-8"))
+    namespace_id = NamespaceId(bytes.fromhex(golden["namespaces"][0]["namespace_id"]))
+    assert session_hash(namespace_id, "a chat") == 0x5EFB322602068CA3
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), st.binary(min_size=32, max_size=32))
+def test_a_session_hash_is_64_bits_and_never_the_one_for_none(name: str, namespace_id: bytes) -> None:
+    assert 0 < session_hash(NamespaceId(namespace_id), name) < 1 << 64
 
 
 def test_an_empty_engine_hash_is_refused() -> None:

@@ -36,15 +36,20 @@ NARROW = {
     "bulk_port",
     "frame_data_bytes_max",
     "in_memory_count",
+    "input_tokens",
     "left_out_count",
     "matched_count",
     "missing_count",
+    "output_tokens",
     "protocol_version",
     "refused_count",
     "slot_count",
     "started_count",
     "step_count",
+    "turn",
 }
+# Fields that are below zero, too.
+SIGNED = {"priority"}
 # Arrives as part of `data`.
 ENCODE_ONLY = {"envelope"}
 
@@ -70,6 +75,8 @@ def values_of(annotation: Any, *, name: str, filled: bool) -> st.SearchStrategy[
     low = int(filled)
     if annotation is bool:
         return st.just(True) if filled else st.booleans()
+    if annotation is int and name in SIGNED:
+        return st.integers(-(2**31), 2**31 - 1).filter(lambda number: number or not filled)
     if annotation is int:
         return st.integers(low, 2**32 - 1 if name in NARROW else 2**64 - 1)
     if annotation is float:  # 1/512 s is a whole number of nanoseconds and an exact float

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_client import Client
+from kvstore_client import Client, Hint, LookupResult, Reserved, Views
 from kvstore_client.config import ClientConfig
 from kvstore_client.integrations._blocks import EngineModel, to_block_hash
 from kvstore_client.integrations.sglang.identity import Identity, Place
@@ -110,6 +110,38 @@ def test_loading_ends_at_the_first_page_that_is_missing_and_leaves_the_others_al
     assert engine.store.find("kv", keys) == [True, False, True, True]
     for page in (5, 6, 7):
         assert torch.equal(page_of(engine.pool, page), before[page])
+
+
+class Listening(Client):
+    """Keeps the hints that it is given."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self.hints: list[tuple[str, Hint | None]] = []
+
+    def lookup(self, *arguments: Any, hint: Hint | None = None, **more: Any) -> LookupResult:
+        self.hints.append(("lookup", hint))
+        return super().lookup(*arguments, hint=hint, **more)
+
+    def view(self, *arguments: Any, hint: Hint | None = None, **more: Any) -> Views:
+        self.hints.append(("view", hint))
+        return super().view(*arguments, hint=hint, **more)
+
+    def reserve(self, *arguments: Any, hint: Hint | None = None, **more: Any) -> Reserved:
+        self.hints.append(("reserve", hint))
+        return super().reserve(*arguments, hint=hint, **more)
+
+
+def test_the_session_of_a_call_goes_with_what_it_asks_loads_and_stores(shared_daemon: DaemonProcess) -> None:
+    keys, hint = chain(2), Hint(session="a chat")
+    with Listening(shared_daemon.unix_address) as client:
+        engine = Engine(client, model=EngineModel(model="hinted", weights_revision="1"))
+        pages = slots(engine.pool, 0, 1)
+        assert engine.store.store("kv", keys, pages, hint=hint) == [True, True]
+        assert engine.store.count_hits("kv", keys, hint=hint) == 2
+        assert engine.store.load("kv", keys, pages, hint=hint) == [True, True]
+        assert engine.count_hits(keys) == 2
+    assert client.hints == [("reserve", hint), ("lookup", hint), ("view", hint), ("lookup", None)]
 
 
 def test_pages_that_the_store_has_count_as_stored(start_engine: StartEngine) -> None:

@@ -190,7 +190,7 @@ def test_only_adaptive_changes_its_mind(policy: AdmissionPolicy) -> None:
 
 
 def test_an_unknown_policy_is_refused_and_told_what_there_is() -> None:
-    with pytest.raises(InvalidArgumentError, match="policy is 'some'; allowed: all, second-hit, adaptive"):
+    with pytest.raises(InvalidArgumentError, match="policy is 'some'; allowed: worth, all, second-hit, adaptive"):
         make_admission("some")  # type: ignore[arg-type]
 
 

@@ -244,7 +244,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ("nvme: {path: /d, capacity: lots}", r"nvme\.capacity is 'lots'; allowed: a size such as"),
         ("nvme: {path: /d, capacity: 1GiB, write_budget_per_day: 1}", "write_budget_per_day 1 is too small; .*1MiB"),
         ("nvme: {sync: always}", r"nvme\.sync is 'always'; allowed: 'data' or 'none'"),
-        ("nvme: {admission: some}", r"nvme\.admission is 'some'; allowed: 'all', 'second-hit' or 'adaptive'"),
+        ("nvme: {admission: some}", r"nvme\.admission is 'some'; allowed: 'worth', 'all', 'second-hit' or 'adaptive'"),
         ("nvme: {compression: gzip}", r"nvme\.compression is 'gzip'; allowed: 'auto', 'none', 'zstd' or 'lz4'"),
         ("nvme: {io_threads: 0}", r"nvme\.io_threads is 0; allowed: greater than or equal to 1"),
         ("nvme: {io_threads: 65}", r"nvme\.io_threads is 65; allowed: less than or equal to 64"),

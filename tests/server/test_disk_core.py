@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstore.errors import InvalidArgumentError
+from kvstore.eviction import NO_HINT, Finish, Request
 from kvstore.keys import BlockHash
 from kvstore_server.core.admission import Admission, AdmissionPolicy
 from kvstore_server.core.disk import DiskBlock, DiskCore, DiskWrite
@@ -47,16 +49,22 @@ def make_disk(
     segment_count: int = SEGMENT_COUNT,
     namespaces: tuple[ScopedId, ...] = (ONE, TWO),
     policy: AdmissionPolicy = "all",
+    eviction: str = "lru",
     write_budget_bytes_per_day: int | None = None,
 ) -> DiskCore:
     space = SlabSpace(slab_count=segment_count, slab_bytes=SEGMENT_BYTES, tenant_count=tenant_count(namespaces))
     for segment in range(segment_count):
         space.add_slab(SlabId(segment))
     admission = Admission(policy=policy, write_budget_bytes_per_day=write_budget_bytes_per_day)
-    disk = DiskCore(space=space, admission=admission)
+    disk = DiskCore(space=space, admission=admission, policy=eviction)
     for namespace_id in namespaces:
         assert disk.open(namespace_id, slot_bytes=SLOT_BYTES[namespace_id]) == REAL_SLOT_BYTES[namespace_id]
     return disk
+
+
+def touch(disk: DiskCore, keys: list[BlockKey]) -> None:
+    use = disk.begin_use(NO_HINT, now_s=0.0, chain_blocks=len(keys), matched_blocks=len(keys))
+    disk.touch(keys, use=use)
 
 
 def begin(disk: DiskCore, number: int, namespace_id: ScopedId = ONE, *, parent: int | None = None) -> DiskWrite | None:
@@ -141,7 +149,7 @@ class DiskCoreMachine(RuleBasedStateMachine):
 
     @rule(namespace_id=any_namespace, chain=st.lists(numbers, max_size=4))
     def touch(self, namespace_id: ScopedId, chain: list[int]) -> None:
-        self.disk.touch([key_of(number, namespace_id) for number in chain])
+        touch(self.disk, [key_of(number, namespace_id) for number in chain])
 
     @precondition(lambda self: self.readers)
     @rule(data=st.data())
@@ -254,7 +262,7 @@ class DiskCoreMachine(RuleBasedStateMachine):
         }
         assert self.stored.items() <= expected.items(), "something stored would not survive"
         self.start()
-        refused = self.disk.restore(self.index.items(), slot_bytes_of=SLOT_BYTES)
+        refused = self.disk.restore(self.index.items(), slot_bytes_of=SLOT_BYTES, now_s=0.0)
         assert sorted(refused) == sorted(self.index.keys() - expected.keys())
         self.stored = dict(expected)
         self.index = dict(expected)
@@ -317,7 +325,7 @@ def test_a_full_disk_evicts_tails_before_heads_and_the_coldest_chain_first() -> 
     disk = make_disk(segment_count=1)
     put(disk, 1, 2, 3, 4)
     put(disk, 11, 12, 13, 14)
-    disk.touch([key_of(number) for number in (1, 2, 3, 4)])
+    touch(disk, [key_of(number) for number in (1, 2, 3, 4)])
     put(disk, 21, 22, 23)
     assert numbers_in(disk) == {1, 2, 3, 4, 11, 21, 22, 23}
     assert disk.take_evicted() == [key_of(14), key_of(13), key_of(12)]
@@ -350,7 +358,7 @@ def test_space_moves_to_the_namespace_that_is_used() -> None:
         put(disk, number)
     disk.begin_read(key_of(0))  # in the fuller segment of the two, which is not the one to be emptied
     put(disk, 2, namespace_id=TWO)
-    disk.touch([key_of(1, TWO), key_of(2, TWO)])
+    touch(disk, [key_of(1, TWO), key_of(2, TWO)])
     put(disk, 3, namespace_id=TWO)
     assert numbers_in(disk, TWO) == {1, 2, 3}
     assert numbers_in(disk) == set(range(8))
@@ -471,8 +479,41 @@ def test_a_block_is_wanted_once() -> None:
     assert not disk.wants(key_of(1), use_count=9, now_s=0.0)
     assert begin(disk, 1) is None
     assert not disk.wants(key_of(1, ScopedId(b"9" * 32)), use_count=9, now_s=0.0)
-    counts = {"known": 1, "in_progress": 1, "not_reused": 0, "budget": 0, "not_open": 1}
+    counts = {"known": 1, "in_progress": 1, "worth_less": 0, "not_reused": 0, "budget": 0, "not_open": 1}
     assert disk.counters.refused_counts == counts
+
+
+def test_a_full_disk_takes_what_is_worth_more_than_what_it_has_and_one_with_room_takes_everything() -> None:
+    disk = make_disk(policy="worth", eviction="phix")
+    seen = itertools.count(1_000)
+
+    def offer(number: int, *, session: int, turn: int, now_s: float) -> bool:
+        """A block of one request, which the disk is offered at once; whether it is there then."""
+        key, request = key_of(number), Request(session_id=session, turn=turn, finish=Finish.TOOL_USE)
+        is_here = disk.find(key) is not None
+        use = disk.begin_use(request, now_s=now_s, chain_blocks=1, matched_blocks=int(is_here))
+        disk.touch([key], use=use)
+        if is_here or not disk.wants(key, use_count=1, use=use, now_s=now_s):
+            return is_here
+        write = disk.begin_write(key, parent_hash=None, use=use, now_s=now_s)
+        if write is not None:
+            disk.end_write(write, stored_bytes=SIZE_BYTES)
+        return write is not None
+
+    for session in range(24):
+        assert offer(next(seen), session=session, turn=1, now_s=0.0), "there is room for everything"
+    assert not disk.counters.evicted_count
+    # As many sessions as there is room for come back again and again, and what all others leave is never used again.
+    now_s, back = 0.0, 0
+    for step in range(1200):
+        now_s += 1.0
+        back += offer(step % 24, session=step % 24, turn=2 + step // 24, now_s=now_s)
+        offer(next(seen), session=10_000 + step, turn=1, now_s=now_s)
+    assert disk.counters.refused_counts["worth_less"] > 600
+    assert back > 600, "most of what comes back has stayed"
+    # Whoever used a block before the tier was opened says nothing of what it is worth.
+    foreign = make_disk().begin_use(NO_HINT, now_s=now_s, chain_blocks=1, matched_blocks=0)
+    assert disk.wants(key_of(99), use_count=1, use=foreign, now_s=now_s)
 
 
 def test_a_chain_is_finished_on_credit_and_paid_off_before_the_next_one_begins() -> None:
@@ -534,7 +575,7 @@ def test_an_adaptive_disk_does_not_judge_blocks_whose_past_it_does_not_know() ->
     for number in range(1600):
         put(old, number)
     disk = make_disk(segment_count=200, namespaces=(), policy="adaptive")
-    assert disk.restore(records_of(old), slot_bytes_of=SLOT_BYTES) == []
+    assert disk.restore(records_of(old), slot_bytes_of=SLOT_BYTES, now_s=0.0) == []
     for number in range(2000, 3600):
         put(disk, number)
     assert disk.counters.evicted_count >= 1600
@@ -591,7 +632,7 @@ def test_after_a_restart_all_blocks_are_back_with_their_chains_and_their_age() -
     put(old, 1, namespace_id=TWO)
     put(old, 11, 12, 13, 14, 15)
     disk = make_disk(namespaces=())
-    assert disk.restore(reversed(records_of(old)), slot_bytes_of=SLOT_BYTES) == []
+    assert disk.restore(reversed(records_of(old)), slot_bytes_of=SLOT_BYTES, now_s=0.0) == []
     assert sorted(records_of(disk)) == sorted(records_of(old))
     assert (disk.block_count, disk.used_bytes, disk.last_sequence) == (9, old.used_bytes, 9)
     disk.check_invariants()
@@ -615,7 +656,7 @@ def test_of_two_records_that_want_the_same_slot_or_key_or_segment_the_latest_win
         (key_of(5), DiskBlock(Place(SEGMENT_BYTES + PAGE), 7, SIZE_BYTES, None)),
         (key_of(2, TWO), DiskBlock(Place(SEGMENT_BYTES), 8, SIZE_BYTES, None)),
     ]
-    refused = disk.restore(records, slot_bytes_of=SLOT_BYTES)
+    refused = disk.restore(records, slot_bytes_of=SLOT_BYTES, now_s=0.0)
     assert sorted(refused) == sorted([key_of(1), key_of(4), key_of(5)]), "what is stored is not to be deleted"
     assert numbers_in(disk) == {2, 3}
     assert disk.stored(ONE)[block_hash(3)].sequence == 4
@@ -648,7 +689,7 @@ def test_a_record_of_what_cannot_be_is_refused_and_costs_no_other_block(key: Blo
     disk = make_disk(namespaces=())
     sound = (key_of(2), DiskBlock(Place(0), 5, SIZE_BYTES, block_hash(1)))
     slot_bytes_of = {**SLOT_BYTES, UNFIT: PAGE + 1}
-    assert disk.restore([(key, block), sound], slot_bytes_of=slot_bytes_of) == [key]
+    assert disk.restore([(key, block), sound], slot_bytes_of=slot_bytes_of, now_s=0.0) == [key]
     assert numbers_in(disk) == {2}
     assert disk.last_sequence == (9 if block.sequence == 9 else 5)
     disk.check_invariants()
@@ -657,7 +698,7 @@ def test_a_record_of_what_cannot_be_is_refused_and_costs_no_other_block(key: Blo
 
 def test_a_block_whose_child_was_restored_is_wanted_whatever_admission_says() -> None:
     disk = make_disk(namespaces=(), policy="second-hit")
-    disk.restore([(key_of(2), DiskBlock(Place(0), 5, SIZE_BYTES, block_hash(1)))], slot_bytes_of=SLOT_BYTES)
+    disk.restore([(key_of(2), DiskBlock(Place(0), 5, SIZE_BYTES, block_hash(1)))], slot_bytes_of=SLOT_BYTES, now_s=0.0)
     assert disk.wants(key_of(1), use_count=1, now_s=0.0)
     assert not disk.wants(key_of(3), use_count=1, now_s=0.0)
 
@@ -668,7 +709,7 @@ def test_records_that_claim_to_be_each_others_parents_can_still_leave() -> None:
         (key_of(number), DiskBlock(Place(number * PAGE), number + 1, SIZE_BYTES, block_hash((number + 1) % 8)))
         for number in range(8)
     ]
-    assert disk.restore(ring, slot_bytes_of=SLOT_BYTES) == []
+    assert disk.restore(ring, slot_bytes_of=SLOT_BYTES, now_s=0.0) == []
     put(disk, *range(11, 17))
     disk.check_invariants()
 

@@ -10,11 +10,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import CollectorRegistry
 
+from kvstore.messages import BlockState
 from kvstore_server.core.disk_health import DiskFault
+from kvstore_server.core.fates import Fate
+from kvstore_server.core.tenants import DEFAULT_TENANT, scoped
 from kvstore_server.nvme.figures import NvmeFigures
 from kvstore_server.obs.metrics import Observed, StoreCollector
 from kvstore_server.shm.arenas import Arenas
-from tests.server.builders import make_arenas, make_core, make_in_flight
+from tests.server.builders import SMALL, make_arenas, make_core, make_in_flight, packed
 
 FIGURES = NvmeFigures(
     state="degraded",
@@ -98,6 +101,26 @@ def test_what_every_tier_has_is_told_apart_by_the_tier(scrape: Scrape) -> None:
     assert found["kvstore_store_corrupt_blocks_total"] == {"commit": 0, "memory": 0, "nvme": 14}
 
 
+def test_the_ceiling_of_the_hit_rate_and_the_causes_of_the_gap_are_exported(arenas: Arenas) -> None:
+    core = make_core()
+    namespace_id = scoped(DEFAULT_TENANT, SMALL.id)
+    states = bytes([BlockState.HIT] * 6 + [BlockState.MISS] * 2)
+    core.reuse.left(namespace_id, packed(7), Fate.EVICTED)
+    core.reuse.looked_up(namespace_id, packed(*range(1, 9)), states, block_bytes=4096, now_s=1.0)
+    core.reuse.tick(now_s=2.0)
+    registry = CollectorRegistry()
+    registry.register(StoreCollector(Observed(core, arenas, make_in_flight(), Nobody())))
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name, labels)
+
+    assert value("kvstore_store_recent_hit_ratio", of="this_store") == 0.75
+    assert value("kvstore_store_recent_hit_ratio", of="ceiling") == 0.875
+    assert value("kvstore_store_missed_blocks_total", cause="new") == 1
+    causes = ("capacity", "policy", "admission", "identity", "failure", "unoffered")
+    assert [value("kvstore_store_recent_gap_ratio", cause=cause) for cause in causes] == [0.125, 0, 0, 0, 0, 0]
+
+
 def test_the_figures_of_the_nvme_tier_are_exported(scrape: Scrape) -> None:
     found = {name: samples for name, samples in scrape(FIGURES).items() if name.startswith("kvstore_nvme_")}
     faults = found.pop("kvstore_nvme_faults_total")
@@ -118,7 +141,7 @@ def test_the_figures_of_the_nvme_tier_are_exported(scrape: Scrape) -> None:
         "kvstore_nvme_write_amplification": {"": 1.1},
         "kvstore_nvme_read_latency_seconds": {"": 0.002},
         "kvstore_nvme_read_bytes_per_second": {"": 17.0},
-        "kvstore_nvme_prefetch_blocks_total": {"started": 18, "refused": 19},
+        "kvstore_nvme_prefetch_blocks_total": {"started": 18, "refused": 19, "useful": 0, "late": 0, "wasted": 0},
         "kvstore_nvme_recovery_seconds": {"": 0.25},
         "kvstore_nvme_recovered_blocks": {"kept": 20, "refused": 21},
     }

@@ -102,6 +102,16 @@ def test_who_is_back_or_done_is_not_due(how: str) -> None:
     assert len(returns) == 0
 
 
+def test_a_turn_that_asks_twice_is_not_back() -> None:
+    returns = Returns()
+    returns.leave(key(), TAIL, turn=2, expected_return_s=10, now_s=0.0)
+    returns.come(key(), turn=2, now_s=0.1)
+    assert len(returns) == 1
+    returns.come(key(), turn=3, now_s=9.0)
+    assert len(returns) == 0
+    assert returns.gaps[Finish.UNKNOWN].turn_count == 1
+
+
 def test_a_later_word_replaces_the_earlier_one() -> None:
     returns = Returns(horizon_s=30)
     returns.leave(key(), TAIL, expected_return_s=300, now_s=0.0)

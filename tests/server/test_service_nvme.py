@@ -500,6 +500,42 @@ async def test_a_prefetch_brings_blocks_within_its_budget_head_first_and_counts_
     assert store.promoted_count == 4
 
 
+async def test_a_session_that_says_when_it_is_back_finds_its_blocks_in_memory(store: Tiered) -> None:
+    await store.put_on_disk(range(5))
+
+    async def tell(session: int, numbers: Iterable[int], **hint: Any) -> None:
+        request = m.HintBlocksRequest(
+            namespace_id=SMALL.id, block_hashes=packed(*numbers), hint=m.Hint(session_hash=session, **hint)
+        )
+        await store.service.hint_blocks(request, LOOPBACK)
+
+    await tell(7, range(5), turn=1, expected_return_s=60.0)
+    await store.put_on_disk(range(10, 13))
+    await tell(8, range(10, 13), turn=1, expected_return_s=60.0)
+    await tell(8, range(10, 13), is_done=True)
+    for now_s, promoted_count in ((0.0, 0), (20.0, 0), (35.0, 5)):
+        store.health_s = now_s
+        store.service.sweep()
+        await store.idle()
+        assert store.promoted_count == promoted_count, f"at {now_s} s"
+    back = m.Hint(session_hash=7, turn=2)
+    assert list((await store.look(range(5), hint=back)).tiers) == [Tier.MEMORY] * 5
+    assert await store.read(*range(5)) == [enveloped(number) for number in range(5)]
+    figures = store.tier.figures()
+    assert (figures.prefetch_useful_count, figures.prefetch_late_count, figures.prefetch_wasted_count) == (5, 0, 0)
+
+
+async def test_what_is_on_a_disk_that_rests_is_missed_because_of_a_failure(store: Tiered) -> None:
+    await store.put_on_disk([*range(4), *range(20, 23)])
+    store.rig.disk.fail("read", errno.EIO)
+    assert await store.read(20, 21, 22) == [None] * 3
+    store.rig.disk.heal()
+    await store.look(range(6))
+    reuse = (await store.stats()).reuse
+    assert reuse is not None
+    assert (reuse.failure_count, reuse.new_count, reuse.miss_count) == (4, 2, 6)
+
+
 async def test_a_second_prefetch_of_the_same_does_nothing(store: Tiered) -> None:
     await store.put_on_disk(range(5))
     assert await store.prefetch(range(5)) == (0, 5, 0, 0)

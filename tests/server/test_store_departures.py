@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-from kvstore.eviction import Watermarks
+from kvstore.eviction import Request, Use, Watermarks
 from kvstore.messages import BlockState, CommitState, OwnerId, ReservationId, ReserveState, TransferPath
 from kvstore.namespace import Namespace
 from kvstore.slab import SlotState
@@ -59,11 +59,27 @@ class FakeLower:
         self.unwanted: set[BlockKey] = set()
         self.wants_nothing = False
         self.asked: list[tuple[int, int, float]] = []
+        self.requests: list[Request] = []
+        self.touched: list[tuple[Request, list[int]]] = []
+        self.described: list[tuple[Request, list[int]]] = []
 
     def find(self, key: BlockKey) -> object | None:
         return key if key in self.kept else None
 
-    def wants(self, key: BlockKey, *, use_count: int, now_s: float) -> bool:
+    def begin_use(self, request: Request, *, now_s: float, chain_blocks: int, matched_blocks: int) -> Use:
+        self.requests.append(request)
+        return Use(0, request, now_s=now_s, chain_blocks=chain_blocks, matched_blocks=matched_blocks, maker=self)
+
+    def touch(self, keys: Sequence[BlockKey], *, use: Use) -> None:
+        assert use.maker is self
+        self.touched.append((use.request, [number_of(key) for key in keys]))
+
+    def describe(self, keys: Sequence[BlockKey], request: Request, *, now_s: float) -> None:
+        self.described.append((request, [number_of(key) for key in keys]))
+
+    def wants(self, key: BlockKey, *, use_count: int, use: Use | None, now_s: float) -> bool:
+        assert use is not None
+        assert use.maker is self, "a use of memory's"
         assert key not in self.kept, f"{key} is asked about though it is found"
         self.asked.append((number_of(key), use_count, now_s))
         return not self.wants_nothing and key not in self.unwanted
@@ -95,11 +111,13 @@ class DeparturesMachine(StoreCoreMachine):
     def begun(self) -> list[Departure]:
         """Departures that the model does not know yet, which it does from now on."""
         begun = [departure for place, departure in self.core._departing.items() if place not in self.departing]
+        wanted = {self.key_of(departure.key) for departure in begun if self.lower.would_lose(departure.key)}
+        heads = set[Key]().union(*map(self.heads_of, wanted))
         for departure in begun:
             key = self.key_of(departure.key)
             assert departure.block.place == self.place_of(key)
             assert departure.parent_hash in (None, *(block_hash(number) for number in range(key[1])))
-            assert self.lower.would_lose(departure.key), f"{key[1]} departs for nothing"
+            assert key in wanted | heads, f"{key[1]} departs for nothing"
             self.departing[departure.block.place] = key
         for departure in begun:
             self.check_head_goes_first(self.departing[departure.block.place])
@@ -115,6 +133,21 @@ class DeparturesMachine(StoreCoreMachine):
             assert departure.block.place not in self.departing
             self.copying[departure.block.place] = key
         return copied
+
+    def heads_of(self, key: Key) -> set[Key]:
+        """Its stored ancestors, up to the first that is below or on its way there."""
+        parents = {key: parent for key, (_, parent) in self.stored.items()}
+        parents |= {key: hold.parent for key, hold in self.pending().items()}
+        demoting = self.departing.keys() | self.copying.keys()
+        found = set[Key]()
+        parent = parents[key]
+        while parent is not None and parent in parents and self.block_key(parent) not in self.lower.kept:
+            if parent in self.stored:
+                if self.place_of(parent) in demoting:
+                    break
+                found.add(parent)
+            parent = parents[parent]
+        return found
 
     def check_head_goes_first(self, key: Key) -> None:
         """Of its ancestors, up to the first that is below or on its way there, none is left out."""
@@ -203,6 +236,8 @@ class DeparturesMachine(StoreCoreMachine):
         demoting = self.departing.keys() | self.copying.keys()
         staying = {key for key in self.stored if self.place_of(key) not in demoting}
         undemoted = {key for key in staying if self.lower.would_lose(self.block_key(key))}
+        for key in list(undemoted):
+            undemoted |= self.heads_of(key) & staying
         assert self.core.depart_all(now_s=self.now_s) == len(undemoted)
         begun = self.begun()
         assert {self.key_of(departure.key) for departure in begun} == undemoted
@@ -790,10 +825,10 @@ def test_a_search_among_blocks_that_only_memory_has_is_given_up_soon() -> None:
 
 
 def uses(core: StoreCore, *numbers: int) -> list[int]:
-    return [core._recency.use_count(small(number)) for number in numbers]
+    return [core._evictor.use_count(small(number)) for number in numbers]
 
 
-def test_a_block_counts_how_often_it_was_used_and_tells_it_when_it_leaves() -> None:
+def test_a_block_counts_how_often_it_was_used() -> None:
     core, _ = make()
     put(core, 1, 2)
     assert uses(core, 1, 2) == [1, 1], "it was stored"
@@ -804,9 +839,29 @@ def test_a_block_counts_how_often_it_was_used_and_tells_it_when_it_leaves() -> N
     core.lookup(SMALL.id, hashes(1, 2))
     assert uses(core, 1, 2) == [4, 3]
     assert lease is not None
-    core.release_lease(lease, owner_id=ALICE)
-    core.depart_all(now_s=0.0)
-    assert [departure.use_count for departure in core.take_departures()] == [4, 3]
+
+
+def test_both_tiers_hear_of_each_use_and_of_what_is_told_later() -> None:
+    core, lower = make()
+    put(core, 1, 2)
+    lower.touched.clear()
+    request = Request(session_id=7, turn=2)
+    assert core.lease(SMALL.id, hashes(1, 2), owner_id=ALICE, now_s=3.0, duration_s=9.0, request=request)
+    assert lower.touched == [(request, [1, 2])]
+    core.describe(SMALL.id, hashes(1, 2), Request(is_done=True), now_s=4.0)
+    assert lower.described == [(Request(is_done=True), [1, 2])]
+    core.depart_all(now_s=5.0)
+    for departure in core.take_departures():
+        assert departure.use is not None
+        assert (departure.use.maker, departure.use.request, departure.use.now_s) == (lower, request, 3.0)
+
+
+def test_a_block_that_is_wanted_does_not_go_down_without_those_before_it() -> None:
+    core, lower = make()
+    put(core, 1, 2, 3)
+    lower.unwanted = {small(1), small(3)}
+    assert core.depart_all(now_s=0.0) == 2
+    assert [number_of(departure.key) for departure in core.take_departures()] == [1, 2]
 
 
 def test_the_lower_tier_is_asked_with_the_uses_of_a_block_and_the_newest_time() -> None:

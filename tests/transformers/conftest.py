@@ -13,6 +13,7 @@ from kvstore.keys import BlockHash  # noqa: E402
 from kvstore.messages import BlockState  # noqa: E402
 from kvstore.namespace import Namespace  # noqa: E402
 from kvstore_client.buffers import block_views  # noqa: E402
+from kvstore_client.hints import Hint  # noqa: E402
 from kvstore_client.results import (  # noqa: E402
     GetResult,
     LookupResult,
@@ -32,16 +33,23 @@ class FakeStore:
         self.is_gone = False
         self.blocks_until_gone: int | None = None
         self.before_put: Callable[[], None] = lambda: None
+        self.hints: list[tuple[str, Hint | None]] = []
         self.lookup_count = 0
         self.loaded_count = 0
 
-    def lookup(self, namespace: Namespace, hashes: Sequence[BlockHash], *, wait_s: float = 0.0) -> LookupResult:
+    def lookup(
+        self, namespace: Namespace, hashes: Sequence[BlockHash], *, wait_s: float = 0.0, hint: Hint | None = None
+    ) -> LookupResult:
+        self.hints.append(("lookup", hint))
         self.lookup_count += 1
         if self.is_gone:
             return lookup_result([BlockState.MISS] * len(hashes), error=UnavailableError("gone"))
         return lookup_result([self._state(namespace, block_hash) for block_hash in hashes], error=None)
 
-    def get(self, namespace: Namespace, hashes: Sequence[BlockHash], into: Any) -> GetResult:
+    def get(
+        self, namespace: Namespace, hashes: Sequence[BlockHash], into: Any, *, hint: Hint | None = None
+    ) -> GetResult:
+        self.hints.append(("get", hint))
         views = self._views(namespace, hashes, into, is_writable=True)
         states = []
         for block_hash, view in zip(hashes, views, strict=True):
@@ -54,8 +62,15 @@ class FakeStore:
         return get_result(states, error=UnavailableError("gone") if self.is_gone else None)
 
     def put(
-        self, namespace: Namespace, hashes: Sequence[BlockHash], blocks: Any, *, parent_hash: BlockHash | None = None
+        self,
+        namespace: Namespace,
+        hashes: Sequence[BlockHash],
+        blocks: Any,
+        *,
+        parent_hash: BlockHash | None = None,
+        hint: Hint | None = None,
     ) -> PutResult:
+        self.hints.append(("put", hint))
         self.before_put()
         views = self._views(namespace, hashes, blocks, is_writable=False)
         assert parent_hash is None or (namespace.id, parent_hash) in self.blocks, "a block before its parent"
@@ -67,6 +82,10 @@ class FakeStore:
                 self.blocks[namespace.id, block_hash] = bytes(view)
             states.append(PutState.DROPPED if self.is_gone else PutState.ALREADY_STORED if known else PutState.STORED)
         return put_result(states, error=UnavailableError("gone") if self.is_gone else None)
+
+    def hint(self, namespace: Namespace, hashes: Sequence[BlockHash], hint: Hint) -> None:
+        assert hashes, "a hint of nothing"
+        self.hints.append(("hint", hint))
 
     def forget(self, namespace: Namespace, block_hash: BlockHash) -> None:
         del self.blocks[namespace.id, block_hash]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore.errors import InvalidArgumentError, UnavailableError
+from kvstore.messages import FinishReason
+from kvstore_client.hints import Hint
 from kvstore_client.integrations.transformers import Generation, PrefixCache
 from kvstore_client.results import PutState
 from tests.transformers.conftest import FakeStore
@@ -314,3 +317,27 @@ def test_any_batch_over_any_stored_parts_says_what_its_prompts_say_alone(
         mask = (torch.arange(width) >= torch.tensor([[width - len(ids)] for ids in prompts])).long()
         generation = prefixes.generate(padded, mask, **options)
     assert generation.sequences[:, width:].tolist() == [alone(windowed, ids, max_new_tokens=4) for ids in prompts]
+
+
+def test_hints_go_with_all_that_a_request_does_and_how_its_answer_ended_is_told(
+    llama: Any, store: Any, prompt: Callable[..., Any]
+) -> None:
+    ids = prompt(3 * BLOCK + 2)
+    answer = alone(llama, ids)
+    hint = Hint(session="a chat", turn=2)
+    with PrefixCache(llama, store) as prefixes:
+        prefixes.hinted(hint).generate(ids, **NEW)
+        prefixes.wait()
+        cut = replace(hint, input_tokens=len(ids), output_tokens=8, finish=FinishReason.OTHER)
+        assert store.hints[0] == ("lookup", hint)
+        assert sorted(store.hints[1:], key=str) == sorted([("hint", cut), ("put", hint)], key=str)
+        store.hints.clear()
+        prefixes.generate([ids, ids], **NEW | {"eos_token_id": answer[0], "pad_token_id": 0})
+        ended = Hint(input_tokens=len(ids), output_tokens=1, finish=FinishReason.END_TURN)
+        assert store.hints == [("lookup", None), ("lookup", None), ("get", None), ("hint", ended), ("hint", ended)]
+
+
+def test_of_beams_nothing_is_told_as_no_answer_is_the_one(llama: Any, store: Any, prompt: Callable[..., Any]) -> None:
+    with PrefixCache(llama, store) as prefixes:
+        prefixes.generate(prompt(2 * BLOCK), num_beams=2, **NEW)
+    assert "hint" not in [name for name, _ in store.hints]

@@ -101,11 +101,11 @@ class DiesBeforeLoads:
 
     def __init__(self, client: Client, daemon: DaemonProcess) -> None:
         self._client, self._daemon = client, daemon
-        self.lookup, self.put = client.lookup, client.put
+        self.lookup, self.put, self.hint = client.lookup, client.put, client.hint
 
-    def get(self, *arguments: Any) -> GetResult:
+    def get(self, *arguments: Any, **options: Any) -> GetResult:
         self._daemon.kill()
-        return self._client.get(*arguments)
+        return self._client.get(*arguments, **options)
 
 
 def test_a_batch_goes_on_when_the_daemon_dies_between_its_lookup_and_its_load(

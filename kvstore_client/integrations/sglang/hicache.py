@@ -22,6 +22,8 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 from sglang.srt.runtime_context import get_model, get_server_args, get_serving
 
+from kvstore.errors import InvalidArgumentError
+from kvstore_client.hints import Hint
 from kvstore_client.integrations.sglang.identity import HiCacheSettings, Place, read_identity
 from kvstore_client.integrations.sglang.store import KV, PageStore, restorable
 
@@ -112,7 +114,7 @@ class KVStoreHiCache(HiCacheStorage):
         return self._store.count_hits(KV, [key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        return self._store.count_hits(KV, keys)
+        return self._store.count_hits(KV, keys, hint=_hint(extra_info))
 
     def batch_exists_v2(
         self,
@@ -120,7 +122,7 @@ class KVStoreHiCache(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        kv_count = self._store.count_hits(KV, keys)
+        kv_count = self._store.count_hits(KV, keys, hint=_hint(extra_info))
         lengths = set(range(1, kv_count + 1))
         counts = {KV: kv_count} if kv_count else {}
         for transfer in pool_transfers or ():
@@ -141,28 +143,29 @@ class KVStoreHiCache(HiCacheStorage):
     def batch_get_v1(
         self, keys: list[str], host_indices: Any, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        return self._store.load(KV, keys, host_indices)
+        return self._store.load(KV, keys, host_indices, hint=_hint(extra_info))
 
     def batch_set_v1(
         self, keys: list[str], host_indices: Any, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        return self._store.store(KV, keys, host_indices, prefix_keys=_prefix_keys(extra_info))
+        return self._store.store(KV, keys, host_indices, prefix_keys=_prefix_keys(extra_info), hint=_hint(extra_info))
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
+        hint = _hint(extra_info)
         return {
-            transfer.name: self._store.load(_name(transfer.name), transfer.keys or [], transfer.host_indices)
+            transfer.name: self._store.load(_name(transfer.name), transfer.keys or [], transfer.host_indices, hint=hint)
             for transfer in transfers
         }
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        prefix_keys = _prefix_keys(extra_info)
+        prefix_keys, hint = _prefix_keys(extra_info), _hint(extra_info)
         return {
             transfer.name: self._store.store(
-                _name(transfer.name), transfer.keys or [], transfer.host_indices, prefix_keys=prefix_keys
+                _name(transfer.name), transfer.keys or [], transfer.host_indices, prefix_keys=prefix_keys, hint=hint
             )
             for transfer in transfers
         }
@@ -228,3 +231,14 @@ def _name(name: Any) -> str:
 
 def _prefix_keys(extra_info: HiCacheStorageExtraInfo | None) -> Sequence[str] | None:
     return extra_info.prefix_keys if extra_info is not None else None
+
+
+def _hint(extra_info: HiCacheStorageExtraInfo | None) -> Hint | None:
+    """The session, where SGLang says of which one a call is."""
+    session = (extra_info.extra_info or {}).get("session_id") if extra_info is not None else None
+    if not session:
+        return None
+    try:
+        return Hint(session=session)
+    except InvalidArgumentError:  # a name that cannot be one; blocks move without it
+        return None

@@ -18,6 +18,7 @@ from kvstore.errors import KvstoreError
 from kvstore.keys import BlockHash
 from kvstore.messages import BlockState
 from kvstore.namespace import Namespace
+from kvstore_client.hints import Hint
 from kvstore_client.integrations._blocks import to_block_hash
 from kvstore_client.integrations.sglang.identity import Identity
 from kvstore_client.integrations.sglang.pages import Page, PagePool, tensor_bytes
@@ -38,11 +39,21 @@ class BlockStore(Protocol):
     """What is needed of a `kvstore_client.Client`."""
 
     def lookup(
-        self, namespace: Namespace, hashes: Sequence[BlockHash], *, recompute_s_per_block: float | None = None
+        self,
+        namespace: Namespace,
+        hashes: Sequence[BlockHash],
+        *,
+        recompute_s_per_block: float | None = None,
+        hint: Hint | None = None,
     ) -> LookupResult: ...
-    def view(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> Views: ...
+    def view(self, namespace: Namespace, hashes: Sequence[BlockHash], *, hint: Hint | None = None) -> Views: ...
     def reserve(
-        self, namespace: Namespace, hashes: Sequence[BlockHash], *, parent_hash: BlockHash | None = None
+        self,
+        namespace: Namespace,
+        hashes: Sequence[BlockHash],
+        *,
+        parent_hash: BlockHash | None = None,
+        hint: Hint | None = None,
     ) -> Reserved: ...
 
 
@@ -141,7 +152,7 @@ class PageStore:
         self._note(found.error)
         return [state is BlockState.HIT for state in found.states]
 
-    def count_hits(self, name: str, keys: Sequence[str]) -> int:
+    def count_hits(self, name: str, keys: Sequence[str], *, hint: Hint | None = None) -> int:
         """Leading pages that are in the store and, where the engine's speed is known, faster loaded than computed."""
         if name in self._logical:
             return 0 if self._is_off() else len(keys)
@@ -153,28 +164,35 @@ class PageStore:
             registered.namespace,
             [to_block_hash(key) for key in keys],
             recompute_s_per_block=None if rate is None else self._tokens_per_page / rate,
+            hint=hint,
         )
         self._note(found.error)
         return found.matched_count
 
-    def load(self, name: str, keys: Sequence[str], host_indices: Any) -> list[bool]:
+    def load(self, name: str, keys: Sequence[str], host_indices: Any, *, hint: Hint | None = None) -> list[bool]:
         """Which pages are in the pool now; those behind the first that is not are left as they were."""
         if name in self._logical:
             return [not self._is_off()] * len(keys)
         registered = self._pools.get(name)
         if registered is None or not keys:
             return [False] * len(keys)
-        return self._load(registered, keys, registered.pool.pages(host_indices, page_count=len(keys)))
+        return self._load(registered, keys, registered.pool.pages(host_indices, page_count=len(keys)), hint=hint)
 
     def load_tensors(self, name: str, keys: Sequence[str], tensors: Sequence[Any]) -> list[bool]:
         """The same, into whole flat pages."""
         registered = self._pools.get(name)
         if registered is None or not keys:
             return [False] * len(keys)
-        return self._load(registered, keys, [TensorPage(tensor) for tensor in tensors])
+        return self._load(registered, keys, [TensorPage(tensor) for tensor in tensors], hint=None)
 
     def store(
-        self, name: str, keys: Sequence[str], host_indices: Any, *, prefix_keys: Sequence[str] | None = None
+        self,
+        name: str,
+        keys: Sequence[str],
+        host_indices: Any,
+        *,
+        prefix_keys: Sequence[str] | None = None,
+        hint: Hint | None = None,
     ) -> list[bool]:
         """Which pages the store has now, or is getting from another engine. `prefix_keys` are those before them."""
         if name in self._logical:
@@ -183,22 +201,24 @@ class PageStore:
         if registered is None or not keys:
             return [False] * len(keys)
         pages = registered.pool.pages(host_indices, page_count=len(keys))
-        return self._store(registered, keys, pages, prefix_keys=prefix_keys)
+        return self._store(registered, keys, pages, prefix_keys=prefix_keys, hint=hint)
 
     def store_tensors(self, name: str, keys: Sequence[str], tensors: Sequence[Any]) -> list[bool]:
         registered = self._pools.get(name)
         if registered is None or not keys:
             return [False] * len(keys)
-        return self._store(registered, keys, [TensorPage(tensor) for tensor in tensors], prefix_keys=None)
+        return self._store(registered, keys, [TensorPage(tensor) for tensor in tensors], prefix_keys=None, hint=None)
 
-    def _load(self, registered: _Registered, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
+    def _load(
+        self, registered: _Registered, keys: Sequence[str], pages: Sequence[Page], *, hint: Hint | None
+    ) -> list[bool]:
         started_s = time.monotonic()
         loaded: list[bool] = []
         hashes = [to_block_hash(key) for key in keys]
         step = max(1, BATCH_BYTES_MAX // registered.pool.page_bytes)
         while len(loaded) < len(keys) and all(loaded) and not self._is_off():
             start = len(loaded)
-            with self._client.view(registered.namespace, hashes[start : start + step]) as views:
+            with self._client.view(registered.namespace, hashes[start : start + step], hint=hint) as views:
                 self._note(views.error)
                 for view, page in zip(views, pages[start : start + step], strict=True):
                     loaded.append(view is not None and _write_page(view, page))
@@ -214,6 +234,7 @@ class PageStore:
         pages: Sequence[Page],
         *,
         prefix_keys: Sequence[str] | None,
+        hint: Hint | None,
     ) -> list[bool]:
         started_s = time.monotonic()
         stored: list[bool] = []
@@ -223,7 +244,7 @@ class PageStore:
         while len(stored) < len(keys) and all(stored) and not self._is_off():
             start = len(stored)
             part = hashes[start : start + step]
-            with self._client.reserve(registered.namespace, part, parent_hash=parent) as reserved:
+            with self._client.reserve(registered.namespace, part, parent_hash=parent, hint=hint) as reserved:
                 for slot, page in zip(reserved.slots, pages[start : start + step], strict=True):
                     if slot is not None:
                         page.read(np.frombuffer(slot, np.uint8))

@@ -12,6 +12,7 @@ from kvstore.errors import KvstoreError
 from kvstore.keys import BlockHash
 from kvstore.messages import BlockState
 from kvstore.namespace import Namespace
+from kvstore_client.hints import Hint
 from kvstore_client.integrations.transformers.results import BlockStore
 from kvstore_client.results import LookupResult, count_leading_hits, get_result, lookup_result
 
@@ -47,7 +48,12 @@ def nothing_loaded(
 
 
 def load_prefixes(
-    client: BlockStore, namespace: Namespace, chains: Sequence[Sequence[BlockHash]], *, wait_s: float
+    client: BlockStore,
+    namespace: Namespace,
+    chains: Sequence[Sequence[BlockHash]],
+    *,
+    wait_s: float,
+    hint: Hint | None = None,
 ) -> Loaded:
     """The longest stored prefix of each chain; whatever goes wrong is a miss, with its reason.
 
@@ -55,11 +61,11 @@ def load_prefixes(
     """
     payload_bytes = namespace.block_layout.payload_bytes
     try:
-        looked_up = _look_up(client, namespace, chains, wait_s=wait_s)
+        looked_up = _look_up(client, namespace, chains, wait_s=wait_s, hint=hint)
         matched = [chain[: found.matched_count] for chain, found in zip(chains, looked_up, strict=True)]
         wanted = list(dict.fromkeys(block for chain in matched for block in chain))
         buffer = torch.empty((len(wanted), payload_bytes), dtype=torch.uint8)
-        loaded = client.get(namespace, wanted, buffer) if wanted else get_result([], error=None)
+        loaded = client.get(namespace, wanted, buffer, hint=hint) if wanted else get_result([], error=None)
     except KvstoreError as failure:
         return nothing_loaded(chains, payload_bytes=payload_bytes, error=failure)
     position_of = {block: position for position, block in enumerate(wanted)}
@@ -78,14 +84,19 @@ def load_prefixes(
 
 
 def _look_up(
-    client: BlockStore, namespace: Namespace, chains: Sequence[Sequence[BlockHash]], *, wait_s: float
+    client: BlockStore,
+    namespace: Namespace,
+    chains: Sequence[Sequence[BlockHash]],
+    *,
+    wait_s: float,
+    hint: Hint | None,
 ) -> list[LookupResult]:
     ends_s = time.monotonic() + wait_s
     error: KvstoreError | None = None
     answers = []
     for chain in chains:
         if chain and error is None:
-            answer = client.lookup(namespace, chain, wait_s=max(0.0, ends_s - time.monotonic()))
+            answer = client.lookup(namespace, chain, wait_s=max(0.0, ends_s - time.monotonic()), hint=hint)
             error = answer.error
         else:
             answer = lookup_result([BlockState.MISS] * len(chain), error=error)

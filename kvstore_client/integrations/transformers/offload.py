@@ -12,6 +12,7 @@ from transformers import DynamicCache
 from kvstore.errors import InvalidArgumentError, KvstoreError, UnavailableError
 from kvstore.keys import BlockHash
 from kvstore.namespace import Namespace
+from kvstore_client.hints import Hint
 from kvstore_client.integrations.transformers.blocks import ONLY_ROW, CacheRow, gather_blocks
 from kvstore_client.integrations.transformers.results import BlockStore, Offloaded
 from kvstore_client.integrations.transformers.said import ReuseLog
@@ -48,6 +49,7 @@ class Offloader:
         first_block: int,
         row: CacheRow = ONLY_ROW,
         behind: Future[Offloaded] | None = None,
+        hint: Hint | None = None,
     ) -> Future[Offloaded]:
         """Stores the blocks of one row's chain from `first_block` on.
 
@@ -66,7 +68,7 @@ class Offloader:
         try:
             blocks = gather_blocks(cache, self._layout, first_block=first_block, block_count=count, row=row)
             try:
-                future = self._worker.submit(self._put_behind, behind, hashes, blocks, first_block)
+                future = self._worker.submit(self._put_behind, behind, hashes, blocks, first_block, hint)
             except RuntimeError as error:  # closed, or the interpreter is on its way out
                 return dropped(
                     first_block=first_block, count=count, error=UnavailableError(f"offloads have ended: {error}")
@@ -94,14 +96,19 @@ class Offloader:
                 self._pending.discard(future)
 
     def _put_behind(
-        self, behind: Future[Offloaded] | None, hashes: Sequence[BlockHash], blocks: torch.Tensor, first_block: int
+        self,
+        behind: Future[Offloaded] | None,
+        hashes: Sequence[BlockHash],
+        blocks: torch.Tensor,
+        first_block: int,
+        hint: Hint | None,
     ) -> Offloaded:
         # One thread works in the order of the calls, so what is to come before is done.
         if behind is not None and (behind.cancelled() or PutState.DROPPED in behind.result(timeout=0).states):
             return Offloaded(first_block=first_block, states=(PutState.DROPPED,) * blocks.shape[0], error=None)
-        return self._put(hashes, blocks, first_block)
+        return self._put(hashes, blocks, first_block, hint)
 
-    def _put(self, hashes: Sequence[BlockHash], blocks: torch.Tensor, first_block: int) -> Offloaded:
+    def _put(self, hashes: Sequence[BlockHash], blocks: torch.Tensor, first_block: int, hint: Hint | None) -> Offloaded:
         states: list[PutState] = []
         error: KvstoreError | None = None
         # In small puts: the first blocks are readable while later ones travel, and a kill loses only the rest.
@@ -114,6 +121,7 @@ class Offloader:
                     hashes[position : position + part.shape[0]],
                     part,
                     parent_hash=hashes[position - 1] if position else None,
+                    hint=hint,
                 )
             except KvstoreError as failure:
                 error = failure

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from copy import copy
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,6 +15,7 @@ from transformers import DynamicCache, LogitsProcessorList
 from kvstore.errors import InvalidArgumentError
 from kvstore.keys import BlockHash, hash_blocks
 from kvstore.namespace import Namespace
+from kvstore_client.hints import Hint
 from kvstore_client.integrations.transformers.blocks import CacheRow, StoredRow, check_shape
 from kvstore_client.integrations.transformers.forward import Forward, Row
 from kvstore_client.integrations.transformers.generate import (
@@ -21,6 +24,7 @@ from kvstore_client.integrations.transformers.generate import (
     read_settings,
     without_padding_behind,
 )
+from kvstore_client.integrations.transformers.hints import tell_ends
 from kvstore_client.integrations.transformers.identity import (
     autocast_error,
     check_not_training,
@@ -81,6 +85,7 @@ class PrefixCache:
         check_shape(self._shape, self._layout)
         self._stamp = weights_stamp(model)
         self._wait_s = wait_s
+        self._hint: Hint | None = None
         self._forward = Forward(model, self._layout, self._shape)
         self._log = ReuseLog(tokens_per_block=self._layout.tokens_per_block)
         self._offloader = Offloader(
@@ -90,6 +95,12 @@ class PrefixCache:
     @property
     def namespace(self) -> Namespace:
         return self._namespace
+
+    def hinted(self, hint: Hint) -> Self:
+        """The same cache, which tells the store this with all that it looks up, loads and stores: for one request."""
+        other = copy(self)
+        vars(other)["_hint"] = hint
+        return other
 
     @property
     def cache_argument(self) -> str:
@@ -123,7 +134,7 @@ class PrefixCache:
         hashes = self._hash(ids)
         if not 0 <= first_block <= len(hashes):
             raise InvalidArgumentError.of("first_block", first_block, f"0 to the prompt's {len(hashes)} full blocks")
-        return self._offloader.offload(hashes, cache, first_block=first_block)
+        return self._offloader.offload(hashes, cache, first_block=first_block, hint=self._hint)
 
     def prefill(self, input_ids: TokenIds) -> Prefill:
         """Restores what is stored of a prompt, computes the rest, and offloads new full blocks in the background.
@@ -189,6 +200,9 @@ class PrefixCache:
         generated: list[Future[Offloaded]] = []
         if offload_generated:
             generated = self._offload_generated(prompts, sequences, cache, behind=offloads, settings=settings)
+        if settings.rows_per_prompt == 1:
+            tell = partial(self._client.hint, self._namespace)
+            tell_ends(prompts, sequences, settings, hint=self._hint, hash_blocks=self._hash, tell=tell)
         return Generation(
             sequences=sequences,
             output=output,
@@ -229,7 +243,7 @@ class PrefixCache:
                 self._log.too_short(len(ids))
         unfit = autocast_error(self._shape.devices)
         if unfit is None:
-            loaded = load_prefixes(self._client, self._namespace, chains, wait_s=self._wait_s)
+            loaded = load_prefixes(self._client, self._namespace, chains, wait_s=self._wait_s, hint=self._hint)
         else:
             loaded = nothing_loaded(chains, payload_bytes=self._layout.payload_bytes, error=unfit)
         if any(chains):
@@ -339,7 +353,9 @@ class PrefixCache:
         try:
             if error is None:
                 before = behind.by_block.get(hashes[first_block - 1]) if first_block else None
-                return self._offloader.offload(hashes, cache, first_block=first_block, row=row, behind=before)
+                return self._offloader.offload(
+                    hashes, cache, first_block=first_block, row=row, behind=before, hint=self._hint
+                )
         except InvalidArgumentError as failure:
             error = failure
         self._log.not_stored(error)

@@ -14,14 +14,19 @@ from kvstore.errors import KvstoreError
 from kvstore.keys import BlockHash
 from kvstore.messages import BlockState
 from kvstore.namespace import Namespace
+from kvstore_client.hints import Hint
 from kvstore_client.results import GetResult, LookupResult, PutResult, PutState
 
 
 class BlockStore(Protocol):
     """What a prefix cache needs of a `kvstore_client.Client`."""
 
-    def lookup(self, namespace: Namespace, hashes: Sequence[BlockHash], *, wait_s: float = 0.0) -> LookupResult: ...
-    def get(self, namespace: Namespace, hashes: Sequence[BlockHash], into: Any) -> GetResult: ...
+    def lookup(
+        self, namespace: Namespace, hashes: Sequence[BlockHash], *, wait_s: float = 0.0, hint: Hint | None = None
+    ) -> LookupResult: ...
+    def get(
+        self, namespace: Namespace, hashes: Sequence[BlockHash], into: Any, *, hint: Hint | None = None
+    ) -> GetResult: ...
     def put(
         self,
         namespace: Namespace,
@@ -29,7 +34,9 @@ class BlockStore(Protocol):
         blocks: Any,
         *,
         parent_hash: BlockHash | None = None,
+        hint: Hint | None = None,
     ) -> PutResult: ...
+    def hint(self, namespace: Namespace, hashes: Sequence[BlockHash], hint: Hint) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

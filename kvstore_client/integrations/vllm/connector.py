@@ -27,6 +27,7 @@ from kvstore.errors import KvstoreError
 from kvstore_client.integrations._identity import adapter_revision
 from kvstore_client.integrations.vllm import model
 from kvstore_client.integrations.vllm.figures import ConnectorMetrics, ConnectorStats
+from kvstore_client.integrations.vllm.hints import Hints
 from kvstore_client.integrations.vllm.identities import Identities
 from kvstore_client.integrations.vllm.lookups import Lookups
 from kvstore_client.integrations.vllm.messages import RankKey, RankLayout, Report, Step, StoreJob
@@ -288,6 +289,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             lookup_timeout_s=self._settings.lookup_timeout_s + self._settings.pending_wait_s,
             identities=identities,
             lookups=lookups,
+            hints=Hints(tool_stop_token_ids=self._settings.tool_stop_token_ids),
             clock=time.monotonic,
             on_stored=self._add_events if wants_events else None,
         )

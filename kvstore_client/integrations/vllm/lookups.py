@@ -12,6 +12,7 @@ from kvstore.errors import InternalError, KvstoreError
 from kvstore.keys import BlockHash
 from kvstore.messages import RECOMPUTE_S_MAX, BlockState
 from kvstore.namespace import Namespace
+from kvstore_client.hints import Hint
 from kvstore_client.integrations.vllm.identities import Identity
 from kvstore_client.integrations.vllm.matching import GroupShape
 from kvstore_client.results import LookupResult
@@ -29,7 +30,10 @@ class LooksUp(Protocol):
         *,
         wait_s: float = 0.0,
         recompute_s_per_block: float | None = None,
+        hint: Hint | None = None,
     ) -> LookupResult: ...
+
+    def hint(self, namespace: Namespace, hashes: Sequence[BlockHash], hint: Hint) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,22 +77,49 @@ class Lookups:
         self._wait_s = wait_s
 
     def begin(
-        self, identity: Identity, hashes: Sequence[Sequence[BlockHash]], *, recompute_s_per_token: float | None
+        self,
+        identity: Identity,
+        hashes: Sequence[Sequence[BlockHash]],
+        *,
+        recompute_s_per_token: float | None,
+        hint: Hint | None = None,
     ) -> Lookup:
-        future = self._executor.submit(self._ask, identity, hashes, recompute_s_per_token)
+        future = self._executor.submit(self._ask, identity, hashes, recompute_s_per_token, hint)
         return Lookup(future, began_s=self._clock())
 
+    def tell(self, identity: Identity, hashes: Sequence[Sequence[BlockHash]], hint: Hint) -> None:
+        """What became known of a request's blocks, when it had ended."""
+        self._executor.submit(self._tell, identity, hashes, hint)
+
+    def _tell(self, identity: Identity, hashes: Sequence[Sequence[BlockHash]], hint: Hint) -> None:
+        try:
+            for namespaces in identity.shards():
+                for namespace, group_hashes in zip(namespaces, hashes, strict=True):
+                    if namespace is not None and group_hashes:
+                        self._client.hint(namespace, group_hashes, hint)
+        except Exception:
+            _LOG.exception("a hint was not told")
+            raise
+
     def _ask(
-        self, identity: Identity, hashes: Sequence[Sequence[BlockHash]], recompute_s_per_token: float | None
+        self,
+        identity: Identity,
+        hashes: Sequence[Sequence[BlockHash]],
+        recompute_s_per_token: float | None,
+        hint: Hint | None,
     ) -> Found:
         try:
-            return self._find(identity, hashes, recompute_s_per_token)
+            return self._find(identity, hashes, recompute_s_per_token, hint)
         except Exception as error:  # noqa: BLE001  (a bug here must cost a computation, never the engine)
             _LOG.exception("a lookup broke off; its prompt is computed")
             return _nothing(hashes, InternalError(f"{type(error).__name__}: {error}"))
 
     def _find(
-        self, identity: Identity, hashes: Sequence[Sequence[BlockHash]], recompute_s_per_token: float | None
+        self,
+        identity: Identity,
+        hashes: Sequence[Sequence[BlockHash]],
+        recompute_s_per_token: float | None,
+        hint: Hint | None,
     ) -> Found:
         order = sorted(
             (group for group, shape in enumerate(self._groups) if shape is not None),
@@ -114,6 +145,7 @@ class Lookups:
                     # All groups are loaded, so that each may take its part of what computing takes.
                     recompute_s_per_block=recompute_s_per_token
                     and min(recompute_s_per_token * shape.block_tokens / len(order), RECOMPUTE_S_MAX),
+                    hint=hint,
                 )
                 if result.error is not None:
                     return _nothing(hashes, result.error)

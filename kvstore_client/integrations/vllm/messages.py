@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, NewType
 
 from kvstore.namespace import Shard
+from kvstore_client.hints import Hint
 from kvstore_client.integrations._blocks import BlockShape
 
 RankKey = tuple[int, int]
@@ -42,6 +43,7 @@ class LoadJob:
     request_id: str
     identity: IdentityId
     runs: tuple[BlockRun, ...]
+    hint: Hint | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,7 @@ class StoreJob:
     id: JobId
     identity: IdentityId
     runs: tuple[BlockRun, ...]
+    hint: Hint | None = None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,7 +13,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from kvstore.keys import BlockHash
+from kvstore_client.hints import Hint
 from kvstore_client.integrations._blocks import to_block_hash
+from kvstore_client.integrations.vllm.hints import Hints
 from kvstore_client.integrations.vllm.identities import Adapter, Identities, Identity
 from kvstore_client.integrations.vllm.lookups import Found, Lookup, Lookups
 from kvstore_client.integrations.vllm.matching import GroupShape, matched_tokens
@@ -41,6 +43,7 @@ class Tracked:
     """What is known of one request that the engine has not finished."""
 
     request: Any
+    hint: Hint
     progress: StoreProgress
     lookup: Lookup | None = None
     asked_s: float | None = None
@@ -72,6 +75,7 @@ class SchedulerSide:
         lookup_timeout_s: float,
         identities: Identities,
         lookups: Lookups,
+        hints: Hints,
         clock: Callable[[], float],
         on_stored: Callable[[Any, StoreJob], None] | None = None,
     ) -> None:
@@ -85,6 +89,7 @@ class SchedulerSide:
         self._lookup_timeout_s = lookup_timeout_s
         self._identities = identities
         self._lookups = lookups
+        self._hints = hints
         self._clock = clock
         self._pool: Pool | None = None
         self._tracked: dict[str, Tracked] = {}
@@ -109,8 +114,7 @@ class SchedulerSide:
 
     def begin_request(self, request: Any) -> None:
         """Asks early, so that the answer is there when the request's turn comes."""
-        tracked = Tracked(request=request, progress=self._new_progress())
-        self._tracked[request.request_id] = tracked
+        tracked = self._tracked[request.request_id] = self._new_tracked(request)
         if not request.skip_reading_prefix_cache:
             self._begin_lookup(tracked)
 
@@ -164,7 +168,9 @@ class SchedulerSide:
                 )
             )
             block_count += len(numbers)
-        self._step.loads.append(LoadJob(request_id=request.request_id, identity=self._tell(identity), runs=tuple(runs)))
+        self._step.loads.append(
+            LoadJob(request_id=request.request_id, identity=self._tell(identity), runs=tuple(runs), hint=tracked.hint)
+        )
         self._loading[request.request_id] = frozenset(block_id for run in runs for block_id in run.block_ids)
         self.counts["load_tokens"] += external_tokens
         self.counts["load_blocks"] += block_count
@@ -198,7 +204,13 @@ class SchedulerSide:
     def finish_request(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """Its blocks may be given to others, but for those that are still to be stored."""
         tracked = self._tracked.pop(request.request_id, None)
-        if tracked is None or not self._may_store(tracked):
+        if tracked is None:
+            return
+        tracked.hint = self._hints.of(request, is_over=True)
+        identity = self._identity(request)
+        if identity is not None and tracked.may_store:
+            self._lookups.tell(identity, [list(hashes) for hashes in self._hashes(tracked)], tracked.hint)
+        if not self._may_store(tracked):
             return
         self._plan_stores(tracked, lambda: block_ids)
         ready = self._ready_counts(tracked)
@@ -251,8 +263,11 @@ class SchedulerSide:
     def _track(self, request: Any) -> Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            tracked = self._tracked[request.request_id] = Tracked(request=request, progress=self._new_progress())
+            tracked = self._tracked[request.request_id] = self._new_tracked(request)
         return tracked
+
+    def _new_tracked(self, request: Any) -> Tracked:
+        return Tracked(request=request, hint=self._hints.of(request), progress=self._new_progress())
 
     def _new_progress(self) -> StoreProgress:
         return StoreProgress(done_counts=[0] * len(self._groups), is_known=[set() for _ in self._groups])
@@ -272,6 +287,7 @@ class SchedulerSide:
             identity,
             [list(hashes) for hashes in self._hashes(tracked)],
             recompute_s_per_token=self._rate.s_per_token,
+            hint=tracked.hint,
         )
 
     def _answer(self, tracked: Tracked) -> Found | None:
@@ -361,6 +377,7 @@ class SchedulerSide:
             hashes=self._hashes(tracked),
             ready_counts=ready_counts,
             find_block=find_block,
+            hint=tracked.hint,
         )
         if job is not None:
             self._tell(identity)

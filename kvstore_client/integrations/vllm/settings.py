@@ -16,3 +16,6 @@ class ConnectorSettings(StoreSettings):
     """Seconds that it waits for a block that another engine is storing just now."""
     store_share_max: float = Field(default=0.25, gt=0, le=1)
     """Share of the engine's KV blocks that stores under way may hold; what is beyond is not stored."""
+    tool_stop_token_ids: tuple[int, ...] = ()
+    """Ids of the tokens by which the model ends an answer to call a tool, such as those of `<|eom_id|>` and `<|call|>`:
+    then its session will be back soon."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvstore_client.hints import Hint
 from kvstore_client.integrations.vllm.messages import BlockRun, IdentityId, JobId, StoreCounts, StoreJob
 
 FindBlock = Callable[[int, int], int | None]
@@ -44,6 +45,7 @@ class StoreLedger:
         hashes: Sequence[Sequence[bytes]],
         ready_counts: Sequence[int],
         find_block: FindBlock,
+        hint: Hint | None = None,
     ) -> StoreJob | None:
         """What to store of a request whose first `ready_counts` blocks per group are computed.
 
@@ -64,7 +66,7 @@ class StoreLedger:
             room_count -= len(found)
         if not runs:
             return None
-        job = StoreJob(id=JobId(self._next_id), identity=identity, runs=tuple(runs))
+        job = StoreJob(id=JobId(self._next_id), identity=identity, runs=tuple(runs), hint=hint)
         self._next_id += 1
         block_ids = tuple(block_id for run in runs for block_id in run.block_ids)
         self._jobs[job.id] = block_ids

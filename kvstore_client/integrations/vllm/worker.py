@@ -14,6 +14,7 @@ from kvstore.errors import KvstoreError
 from kvstore.keys import BlockHash
 from kvstore.namespace import Namespace
 from kvstore_client.client import Client
+from kvstore_client.hints import Hint
 from kvstore_client.integrations.vllm.messages import (
     BlockRun,
     IdentityId,
@@ -144,7 +145,7 @@ class WorkerSide:
                 if part is None:
                     continue
                 namespace, mover = part
-                failed |= self._load_run(run, namespace, mover)
+                failed |= self._load_run(run, namespace, mover, hint=job.hint)
                 block_count += len(run.block_ids)
                 loaded_bytes += len(run.block_ids) * mover.payload_bytes
         except Exception:  # noqa: BLE001  (a bug here must cost a computation, never the engine)
@@ -170,14 +171,14 @@ class WorkerSide:
             return None
         return namespace, mover
 
-    def _load_run(self, run: BlockRun, namespace: Namespace, mover: Mover) -> set[int]:
+    def _load_run(self, run: BlockRun, namespace: Namespace, mover: Mover, *, hint: Hint | None) -> set[int]:
         """Returns the blocks that are not there as they should be."""
         failed: set[int] = set()
         step = _batch_count(mover)
         for start in range(0, len(run.hashes), step):
             hashes = [BlockHash(key) for key in run.hashes[start : start + step]]
             block_ids = run.block_ids[start : start + step]
-            with self._client.view(namespace, hashes) as views:
+            with self._client.view(namespace, hashes, hint=hint) as views:
                 found = [(block_id, view) for block_id, view in zip(block_ids, views, strict=True) if view is not None]
                 failed |= set(block_ids) - {block_id for block_id, _ in found}
                 mover.write([block_id for block_id, _ in found], [view.payload for _, view in found])
@@ -197,7 +198,7 @@ class WorkerSide:
                 if part is None:
                     continue
                 namespace, mover = part
-                run_stored, run_held = self._store_run(run, namespace, mover, after=marks[run.group])
+                run_stored, run_held = self._store_run(run, namespace, mover, after=marks[run.group], hint=job.hint)
                 stored_count += run_stored
                 dropped_count += len(run.hashes) - run_held
                 stored_bytes += run_stored * mover.payload_bytes
@@ -207,7 +208,9 @@ class WorkerSide:
         self._counts_store(stored_bytes, started_s)
         self._end_store(job.id, stored_count, dropped_count, is_under_way=True)
 
-    def _store_run(self, run: BlockRun, namespace: Namespace, mover: Mover, *, after: object) -> tuple[int, int]:
+    def _store_run(
+        self, run: BlockRun, namespace: Namespace, mover: Mover, *, after: object, hint: Hint | None
+    ) -> tuple[int, int]:
         """How many of the blocks were stored, and how many the store has now."""
         stored_count = held_count = 0
         parent_hash = None if run.parent_hash is None else BlockHash(run.parent_hash)
@@ -215,7 +218,7 @@ class WorkerSide:
         for start in range(0, len(run.hashes), step):
             hashes = [BlockHash(key) for key in run.hashes[start : start + step]]
             block_ids = run.block_ids[start : start + step]
-            with self._client.reserve(namespace, hashes, parent_hash=parent_hash) as reserved:
+            with self._client.reserve(namespace, hashes, parent_hash=parent_hash, hint=hint) as reserved:
                 wanted = [
                     (block_id, slot)
                     for block_id, slot in zip(block_ids, reserved.slots, strict=True)

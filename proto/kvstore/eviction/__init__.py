@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from kvstore.eviction.leaf_lru import LeafLru
+from kvstore.eviction.evictor import POLICIES, Evictor, PolicyFigures
+from kvstore.eviction.use import NO_HINT, PRIORITY_MAX, Finish, Request, Use
 from kvstore.eviction.watermarks import Watermarks
 
-__all__ = ["LeafLru", "Watermarks"]
+__all__ = [
+    "NO_HINT",
+    "POLICIES",
+    "PRIORITY_MAX",
+    "Evictor",
+    "Finish",
+    "PolicyFigures",
+    "Request",
+    "Use",
+    "Watermarks",
+]

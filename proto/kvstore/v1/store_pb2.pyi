@@ -65,6 +65,20 @@ class CommitState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     COMMIT_STATE_EXPIRED: _ClassVar[CommitState]
     COMMIT_STATE_INCOMPLETE: _ClassVar[CommitState]
     COMMIT_STATE_CORRUPT: _ClassVar[CommitState]
+
+class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
+    FINISH_REASON_TOOL_USE: _ClassVar[FinishReason]
+    FINISH_REASON_END_TURN: _ClassVar[FinishReason]
+    FINISH_REASON_OTHER: _ClassVar[FinishReason]
+
+class AccessKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ACCESS_KIND_UNSPECIFIED: _ClassVar[AccessKind]
+    ACCESS_KIND_LOOKUP: _ClassVar[AccessKind]
+    ACCESS_KIND_READ: _ClassVar[AccessKind]
+    ACCESS_KIND_HINT: _ClassVar[AccessKind]
 BLOCK_STATE_UNSPECIFIED: BlockState
 BLOCK_STATE_HIT: BlockState
 BLOCK_STATE_PENDING: BlockState
@@ -100,6 +114,36 @@ COMMIT_STATE_COMMITTED: CommitState
 COMMIT_STATE_EXPIRED: CommitState
 COMMIT_STATE_INCOMPLETE: CommitState
 COMMIT_STATE_CORRUPT: CommitState
+FINISH_REASON_UNSPECIFIED: FinishReason
+FINISH_REASON_TOOL_USE: FinishReason
+FINISH_REASON_END_TURN: FinishReason
+FINISH_REASON_OTHER: FinishReason
+ACCESS_KIND_UNSPECIFIED: AccessKind
+ACCESS_KIND_LOOKUP: AccessKind
+ACCESS_KIND_READ: AccessKind
+ACCESS_KIND_HINT: AccessKind
+
+class Hint(_message.Message):
+    __slots__ = ("session_hash", "turn", "input_tokens", "output_tokens", "finish_reason", "expected_return_duration", "is_done", "priority", "ttl_duration")
+    SESSION_HASH_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    INPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_RETURN_DURATION_FIELD_NUMBER: _ClassVar[int]
+    IS_DONE_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TTL_DURATION_FIELD_NUMBER: _ClassVar[int]
+    session_hash: int
+    turn: int
+    input_tokens: int
+    output_tokens: int
+    finish_reason: FinishReason
+    expected_return_duration: _duration_pb2.Duration
+    is_done: bool
+    priority: int
+    ttl_duration: _duration_pb2.Duration
+    def __init__(self, session_hash: _Optional[int] = ..., turn: _Optional[int] = ..., input_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., expected_return_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., is_done: _Optional[bool] = ..., priority: _Optional[int] = ..., ttl_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Namespace(_message.Message):
     __slots__ = ("canonical",)
@@ -140,7 +184,7 @@ class GetStoreStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStoreStatsResponse(_message.Message):
-    __slots__ = ("capacity_bytes", "ready_bytes", "used_bytes", "block_count", "reservation_count", "lease_count", "namespace_count", "hit_count", "miss_count", "pending_count", "committed_count", "evicted_count", "read_bytes", "written_bytes", "corrupt_count", "uptime_duration", "namespaces", "sent_count", "unsent_count", "refused_count", "nvme")
+    __slots__ = ("capacity_bytes", "ready_bytes", "used_bytes", "block_count", "reservation_count", "lease_count", "namespace_count", "hit_count", "miss_count", "pending_count", "committed_count", "evicted_count", "read_bytes", "written_bytes", "corrupt_count", "uptime_duration", "namespaces", "sent_count", "unsent_count", "refused_count", "nvme", "reuse", "recent_reuse")
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     READY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -162,6 +206,8 @@ class GetStoreStatsResponse(_message.Message):
     UNSENT_COUNT_FIELD_NUMBER: _ClassVar[int]
     REFUSED_COUNT_FIELD_NUMBER: _ClassVar[int]
     NVME_FIELD_NUMBER: _ClassVar[int]
+    REUSE_FIELD_NUMBER: _ClassVar[int]
+    RECENT_REUSE_FIELD_NUMBER: _ClassVar[int]
     capacity_bytes: int
     ready_bytes: int
     used_bytes: int
@@ -183,7 +229,33 @@ class GetStoreStatsResponse(_message.Message):
     unsent_count: int
     refused_count: int
     nvme: NvmeStats
-    def __init__(self, capacity_bytes: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., block_count: _Optional[int] = ..., reservation_count: _Optional[int] = ..., lease_count: _Optional[int] = ..., namespace_count: _Optional[int] = ..., hit_count: _Optional[int] = ..., miss_count: _Optional[int] = ..., pending_count: _Optional[int] = ..., committed_count: _Optional[int] = ..., evicted_count: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., corrupt_count: _Optional[int] = ..., uptime_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., sent_count: _Optional[int] = ..., unsent_count: _Optional[int] = ..., refused_count: _Optional[int] = ..., nvme: _Optional[_Union[NvmeStats, _Mapping]] = ...) -> None: ...
+    reuse: ReuseStats
+    recent_reuse: ReuseStats
+    def __init__(self, capacity_bytes: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., block_count: _Optional[int] = ..., reservation_count: _Optional[int] = ..., lease_count: _Optional[int] = ..., namespace_count: _Optional[int] = ..., hit_count: _Optional[int] = ..., miss_count: _Optional[int] = ..., pending_count: _Optional[int] = ..., committed_count: _Optional[int] = ..., evicted_count: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., corrupt_count: _Optional[int] = ..., uptime_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., sent_count: _Optional[int] = ..., unsent_count: _Optional[int] = ..., refused_count: _Optional[int] = ..., nvme: _Optional[_Union[NvmeStats, _Mapping]] = ..., reuse: _Optional[_Union[ReuseStats, _Mapping]] = ..., recent_reuse: _Optional[_Union[ReuseStats, _Mapping]] = ...) -> None: ...
+
+class ReuseStats(_message.Message):
+    __slots__ = ("window_duration", "hit_count", "miss_count", "new_count", "capacity_count", "policy_count", "admission_count", "identity_count", "failure_count", "unoffered_count")
+    WINDOW_DURATION_FIELD_NUMBER: _ClassVar[int]
+    HIT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MISS_COUNT_FIELD_NUMBER: _ClassVar[int]
+    NEW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_COUNT_FIELD_NUMBER: _ClassVar[int]
+    POLICY_COUNT_FIELD_NUMBER: _ClassVar[int]
+    ADMISSION_COUNT_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_COUNT_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    UNOFFERED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    window_duration: _duration_pb2.Duration
+    hit_count: int
+    miss_count: int
+    new_count: int
+    capacity_count: int
+    policy_count: int
+    admission_count: int
+    identity_count: int
+    failure_count: int
+    unoffered_count: int
+    def __init__(self, window_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., hit_count: _Optional[int] = ..., miss_count: _Optional[int] = ..., new_count: _Optional[int] = ..., capacity_count: _Optional[int] = ..., policy_count: _Optional[int] = ..., admission_count: _Optional[int] = ..., identity_count: _Optional[int] = ..., failure_count: _Optional[int] = ..., unoffered_count: _Optional[int] = ...) -> None: ...
 
 class NvmeStats(_message.Message):
     __slots__ = ("state", "reason", "capacity_bytes", "used_bytes", "block_count", "segment_count", "demoted_count", "promoted_count", "hit_count", "written_bytes", "read_bytes", "evicted_count", "dropped_count", "corrupt_count", "undemoted_count")
@@ -272,16 +344,18 @@ class OpenNamespaceResponse(_message.Message):
     def __init__(self, namespace_id: _Optional[bytes] = ..., epoch: _Optional[bytes] = ..., slot_bytes: _Optional[int] = ...) -> None: ...
 
 class LookupBlocksRequest(_message.Message):
-    __slots__ = ("namespace_id", "block_hashes", "wait_duration", "recompute_us_per_block")
+    __slots__ = ("namespace_id", "block_hashes", "wait_duration", "recompute_us_per_block", "hint")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     WAIT_DURATION_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTE_US_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    HINT_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     block_hashes: bytes
     wait_duration: _duration_pb2.Duration
     recompute_us_per_block: float
-    def __init__(self, namespace_id: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., wait_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., recompute_us_per_block: _Optional[float] = ...) -> None: ...
+    hint: Hint
+    def __init__(self, namespace_id: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., wait_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., recompute_us_per_block: _Optional[float] = ..., hint: _Optional[_Union[Hint, _Mapping]] = ...) -> None: ...
 
 class LookupBlocksResponse(_message.Message):
     __slots__ = ("matched_count", "block_states", "tiers", "epoch", "left_out_count", "cut_reason")
@@ -300,20 +374,22 @@ class LookupBlocksResponse(_message.Message):
     def __init__(self, matched_count: _Optional[int] = ..., block_states: _Optional[bytes] = ..., tiers: _Optional[bytes] = ..., epoch: _Optional[bytes] = ..., left_out_count: _Optional[int] = ..., cut_reason: _Optional[_Union[CutReason, str]] = ...) -> None: ...
 
 class AcquirePrefixRequest(_message.Message):
-    __slots__ = ("namespace_id", "owner_id", "block_hashes", "lease_duration", "wait_duration", "recompute_us_per_block")
+    __slots__ = ("namespace_id", "owner_id", "block_hashes", "lease_duration", "wait_duration", "recompute_us_per_block", "hint")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     OWNER_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     LEASE_DURATION_FIELD_NUMBER: _ClassVar[int]
     WAIT_DURATION_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTE_US_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    HINT_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     owner_id: bytes
     block_hashes: bytes
     lease_duration: _duration_pb2.Duration
     wait_duration: _duration_pb2.Duration
     recompute_us_per_block: float
-    def __init__(self, namespace_id: _Optional[bytes] = ..., owner_id: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., recompute_us_per_block: _Optional[float] = ...) -> None: ...
+    hint: Hint
+    def __init__(self, namespace_id: _Optional[bytes] = ..., owner_id: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., wait_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., recompute_us_per_block: _Optional[float] = ..., hint: _Optional[_Union[Hint, _Mapping]] = ...) -> None: ...
 
 class AcquirePrefixResponse(_message.Message):
     __slots__ = ("matched_count", "block_states", "tiers", "epoch", "lease_id", "left_out_count", "cut_reason")
@@ -364,12 +440,14 @@ class ReleaseLeasesResponse(_message.Message):
     def __init__(self, released: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class ReadBlocksRequest(_message.Message):
-    __slots__ = ("namespace_id", "block_hashes")
+    __slots__ = ("namespace_id", "block_hashes", "hint")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    HINT_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     block_hashes: bytes
-    def __init__(self, namespace_id: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ...) -> None: ...
+    hint: Hint
+    def __init__(self, namespace_id: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., hint: _Optional[_Union[Hint, _Mapping]] = ...) -> None: ...
 
 class ReadBlocksResponse(_message.Message):
     __slots__ = ("block_index", "block_state", "offset_bytes", "size_bytes", "data")
@@ -386,18 +464,20 @@ class ReadBlocksResponse(_message.Message):
     def __init__(self, block_index: _Optional[int] = ..., block_state: _Optional[_Union[BlockState, str]] = ..., offset_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class LeaseBlocksRequest(_message.Message):
-    __slots__ = ("namespace_id", "owner_id", "block_hashes", "lease_duration", "path")
+    __slots__ = ("namespace_id", "owner_id", "block_hashes", "lease_duration", "path", "hint")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     OWNER_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     LEASE_DURATION_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
+    HINT_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     owner_id: bytes
     block_hashes: bytes
     lease_duration: _duration_pb2.Duration
     path: TransferPath
-    def __init__(self, namespace_id: _Optional[bytes] = ..., owner_id: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., path: _Optional[_Union[TransferPath, str]] = ...) -> None: ...
+    hint: Hint
+    def __init__(self, namespace_id: _Optional[bytes] = ..., owner_id: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., lease_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., path: _Optional[_Union[TransferPath, str]] = ..., hint: _Optional[_Union[Hint, _Mapping]] = ...) -> None: ...
 
 class LeaseBlocksResponse(_message.Message):
     __slots__ = ("block_states", "epoch", "lease_id", "slots", "ticket")
@@ -414,20 +494,22 @@ class LeaseBlocksResponse(_message.Message):
     def __init__(self, block_states: _Optional[bytes] = ..., epoch: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., slots: _Optional[bytes] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class ReserveBlocksRequest(_message.Message):
-    __slots__ = ("namespace_id", "owner_id", "parent_hash", "block_hashes", "reservation_duration", "path")
+    __slots__ = ("namespace_id", "owner_id", "parent_hash", "block_hashes", "reservation_duration", "path", "hint")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     OWNER_ID_FIELD_NUMBER: _ClassVar[int]
     PARENT_HASH_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_DURATION_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
+    HINT_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     owner_id: bytes
     parent_hash: bytes
     block_hashes: bytes
     reservation_duration: _duration_pb2.Duration
     path: TransferPath
-    def __init__(self, namespace_id: _Optional[bytes] = ..., owner_id: _Optional[bytes] = ..., parent_hash: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., reservation_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., path: _Optional[_Union[TransferPath, str]] = ...) -> None: ...
+    hint: Hint
+    def __init__(self, namespace_id: _Optional[bytes] = ..., owner_id: _Optional[bytes] = ..., parent_hash: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., reservation_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., path: _Optional[_Union[TransferPath, str]] = ..., hint: _Optional[_Union[Hint, _Mapping]] = ...) -> None: ...
 
 class ReserveBlocksResponse(_message.Message):
     __slots__ = ("reserve_states", "reservation_ids", "epoch", "slots", "ticket")
@@ -492,28 +574,32 @@ class AbortReservationsResponse(_message.Message):
     def __init__(self, aborted_count: _Optional[int] = ...) -> None: ...
 
 class CountReadsRequest(_message.Message):
-    __slots__ = ("namespace_id", "block_hashes", "hit_count")
+    __slots__ = ("namespace_id", "block_hashes", "hit_count", "hint")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     HIT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    HINT_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     block_hashes: bytes
     hit_count: int
-    def __init__(self, namespace_id: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., hit_count: _Optional[int] = ...) -> None: ...
+    hint: Hint
+    def __init__(self, namespace_id: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., hit_count: _Optional[int] = ..., hint: _Optional[_Union[Hint, _Mapping]] = ...) -> None: ...
 
 class CountReadsResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class PrefetchBlocksRequest(_message.Message):
-    __slots__ = ("namespace_id", "block_hashes", "budget_bytes")
+    __slots__ = ("namespace_id", "block_hashes", "budget_bytes", "hint")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HINT_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     block_hashes: bytes
     budget_bytes: int
-    def __init__(self, namespace_id: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., budget_bytes: _Optional[int] = ...) -> None: ...
+    hint: Hint
+    def __init__(self, namespace_id: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., budget_bytes: _Optional[int] = ..., hint: _Optional[_Union[Hint, _Mapping]] = ...) -> None: ...
 
 class PrefetchBlocksResponse(_message.Message):
     __slots__ = ("in_memory_count", "started_count", "refused_count", "missing_count", "epoch")
@@ -542,3 +628,51 @@ class VerifyBlocksResponse(_message.Message):
     BLOCK_STATES_FIELD_NUMBER: _ClassVar[int]
     block_states: bytes
     def __init__(self, block_states: _Optional[bytes] = ...) -> None: ...
+
+class HintBlocksRequest(_message.Message):
+    __slots__ = ("namespace_id", "block_hashes", "hint")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    HINT_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    block_hashes: bytes
+    hint: Hint
+    def __init__(self, namespace_id: _Optional[bytes] = ..., block_hashes: _Optional[bytes] = ..., hint: _Optional[_Union[Hint, _Mapping]] = ...) -> None: ...
+
+class HintBlocksResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Access(_message.Message):
+    __slots__ = ("kind", "uptime_duration", "block_numbers", "matched_count", "hint")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_DURATION_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    MATCHED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    HINT_FIELD_NUMBER: _ClassVar[int]
+    kind: AccessKind
+    uptime_duration: _duration_pb2.Duration
+    block_numbers: bytes
+    matched_count: int
+    hint: Hint
+    def __init__(self, kind: _Optional[_Union[AccessKind, str]] = ..., uptime_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., block_numbers: _Optional[bytes] = ..., matched_count: _Optional[int] = ..., hint: _Optional[_Union[Hint, _Mapping]] = ...) -> None: ...
+
+class TakeAccessesRequest(_message.Message):
+    __slots__ = ("namespace_id", "after_number")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    AFTER_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    after_number: int
+    def __init__(self, namespace_id: _Optional[bytes] = ..., after_number: _Optional[int] = ...) -> None: ...
+
+class TakeAccessesResponse(_message.Message):
+    __slots__ = ("accesses", "last_number", "dropped_count", "epoch")
+    ACCESSES_FIELD_NUMBER: _ClassVar[int]
+    LAST_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    accesses: _containers.RepeatedCompositeFieldContainer[Access]
+    last_number: int
+    dropped_count: int
+    epoch: bytes
+    def __init__(self, accesses: _Optional[_Iterable[_Union[Access, _Mapping]]] = ..., last_number: _Optional[int] = ..., dropped_count: _Optional[int] = ..., epoch: _Optional[bytes] = ...) -> None: ...

@@ -13,6 +13,7 @@ from kvstore.errors import KvstoreError
 from kvstore.keys import BlockHash
 from kvstore.messages import BlockState
 from kvstore.namespace import Namespace, Shard
+from kvstore_client.hints import Hint
 from kvstore_client.integrations._blocks import BlockShape, EngineModel
 from kvstore_client.integrations.vllm.matching import GroupShape
 from kvstore_client.integrations.vllm.messages import RankKey, RankLayout
@@ -66,6 +67,7 @@ class FakeStore:
         """Hits behind so many leading ones come too late."""
         self.error: Exception | None = None
         self.asked: list[SimpleNamespace] = []
+        self.told: list[tuple[Namespace, list[BlockHash], Hint]] = []
 
     def hold(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> None:
         self.held.setdefault(namespace, set()).update(hashes)
@@ -77,9 +79,12 @@ class FakeStore:
         *,
         wait_s: float = 0.0,
         recompute_s_per_block: float | None = None,
+        hint: Hint | None = None,
     ) -> LookupResult:
         self.asked.append(
-            SimpleNamespace(namespace=namespace, hashes=list(hashes), wait_s=wait_s, recompute_s=recompute_s_per_block)
+            SimpleNamespace(
+                namespace=namespace, hashes=list(hashes), wait_s=wait_s, recompute_s=recompute_s_per_block, hint=hint
+            )
         )
         if isinstance(self.error, KvstoreError):
             return LookupResult(states=(BlockState.MISS,) * len(hashes), matched_count=0, error=self.error)
@@ -94,6 +99,9 @@ class FakeStore:
         if self.left_out_behind is not None:
             matched_count = min(hit_count, self.left_out_behind)
         return LookupResult(states=states, matched_count=matched_count, left_out_count=hit_count - matched_count)
+
+    def hint(self, namespace: Namespace, hashes: Sequence[BlockHash], hint: Hint) -> None:
+        self.told.append((namespace, list(hashes), hint))
 
 
 class FakePool:
@@ -143,6 +151,13 @@ def make_request(request_id: str = "a", *, tokens: int, hash_tokens: int = 4, na
             "num_output_placeholders": 0,
             "skip_reading_prefix_cache": False,
             "lora_request": None,
+            "num_prompt_tokens": tokens,
+            "num_output_tokens": 0,
+            "output_token_ids": [],
+            "priority": 0,
+            "session_id": None,
+            "kv_transfer_params": None,
+            "status": "RUNNING",
             "block_hashes": chain(tokens // hash_tokens, name=name),
             **fields,
         }

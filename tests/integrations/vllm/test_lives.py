@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstore.keys import BlockHash
 from kvstore.namespace import Namespace
+from kvstore_client.integrations.vllm.hints import Hints
 from kvstore_client.integrations.vllm.identities import Identities
 from kvstore_client.integrations.vllm.lookups import Lookups
 from kvstore_client.integrations.vllm.matching import GroupShape
@@ -179,6 +180,7 @@ class EngineMachine(RuleBasedStateMachine):
             lookup_timeout_s=1.0,
             identities=identities,
             lookups=Lookups(self.store, self.groups, executor=self.lookups, clock=lambda: self.now_s, wait_s=0.0),
+            hints=Hints(),
             clock=lambda: self.now_s,
         )
         self.side.bind(self.memory)

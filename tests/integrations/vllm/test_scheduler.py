@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from kvstore.errors import UnavailableError
+from kvstore.messages import FinishReason
 from kvstore.namespace import Namespace
+from kvstore_client.hints import Hint
+from kvstore_client.integrations.vllm.hints import Hints
 from kvstore_client.integrations.vllm.identities import Identities
 from kvstore_client.integrations.vllm.lookups import Lookups
 from kvstore_client.integrations.vllm.matching import GroupShape
@@ -71,6 +74,7 @@ class Bench:
             lookup_timeout_s=TIMEOUT_S,
             identities=self.identities,
             lookups=lookups,
+            hints=Hints(tool_stop_token_ids=[7]),
             clock=lambda: self.now_s,
             on_stored=lambda request, job: self.stored.append((request, job)),
         )
@@ -631,3 +635,41 @@ def test_an_engine_whose_steps_take_long_believes_what_it_asked_since_it_waits()
 def test_a_report_of_a_job_that_nobody_gave_out_is_a_fault() -> None:
     with pytest.raises(KeyError):
         Bench().side.take_report(Report(stores={JobId(99): StoreCounts(1, 1, 0)}))
+
+
+# What is told of requests.
+
+
+def test_a_requests_hint_goes_with_its_lookup_its_loads_and_its_stores() -> None:
+    bench = Bench()
+    bench.hold(2)
+    request = bench.arrive(tokens=17, session_id="a chat")
+    hint = Hint(session="a chat", input_tokens=17)
+    assert bench.store.asked[0].hint == hint
+    bench.load(request, block_ids=[[1, 2, 3, 4]])
+    assert [job.hint for job in bench.step().loads] == [hint]
+    bench.side.take_report(Report(), loaded=["a"])
+    request.num_computed_tokens = 16
+    assert [job.hint for job in bench.step(request, block_ids=[[1, 2, 3, 4]]).stores] == [hint]
+
+
+def test_how_an_answer_ended_is_told_of_all_blocks_of_its_request_on_every_rank() -> None:
+    bench = Bench(rank_count=2)
+    request = bench.arrive(tokens=8, session_id="a chat")
+    bench.step(request, block_ids=[[1, 2]])
+    request.num_computed_tokens = 8
+    request.status, request.output_token_ids, request.num_output_tokens = "FINISHED_STOPPED", [1, 7], 2
+    bench.side.finish_request(request, [[1, 2]])
+    hint = Hint(session="a chat", input_tokens=8, output_tokens=2, finish=FinishReason.TOOL_USE)
+    assert bench.store.told == [(bench.namespace(rank=rank), chain(2), hint) for rank in (0, 1)]
+    assert [job.hint for job in bench.step().stores] == [hint]
+
+
+def test_of_a_request_whose_weights_have_changed_nothing_is_told() -> None:
+    bench = Bench()
+    request = bench.arrive(tokens=8)
+    bench.step(request, block_ids=[[1, 2]])
+    request.num_computed_tokens = 8
+    bench.side.renew()
+    bench.side.finish_request(request, [[1, 2]])
+    assert bench.store.told == []

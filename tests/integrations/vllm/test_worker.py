@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from kvstore.keys import BlockHash
 from kvstore.namespace import Namespace, Shard
 from kvstore_client import Client, ClientConfig
+from kvstore_client.hints import Hint
 from kvstore_client.integrations._blocks import BlockShape
 from kvstore_client.integrations.vllm.messages import (
     BlockRun,
@@ -92,17 +93,32 @@ class CountingClient(Client):
 
     call_count = 0
     parents: tuple[BlockHash | None, ...] = ()
+    hints: tuple[Hint | None, ...] = ()
 
-    def view(self, namespace: Namespace, hashes: Sequence[BlockHash], *, lease_s: float | None = None) -> Views:
+    def view(
+        self,
+        namespace: Namespace,
+        hashes: Sequence[BlockHash],
+        *,
+        lease_s: float | None = None,
+        hint: Hint | None = None,
+    ) -> Views:
         self.call_count += 1
-        return super().view(namespace, hashes, lease_s=lease_s)
+        self.hints += (hint,)
+        return super().view(namespace, hashes, lease_s=lease_s, hint=hint)
 
     def reserve(
-        self, namespace: Namespace, hashes: Sequence[BlockHash], *, parent_hash: BlockHash | None = None
+        self,
+        namespace: Namespace,
+        hashes: Sequence[BlockHash],
+        *,
+        parent_hash: BlockHash | None = None,
+        hint: Hint | None = None,
     ) -> Reserved:
         self.call_count += 1
         self.parents += (parent_hash,)
-        return super().reserve(namespace, hashes, parent_hash=parent_hash)
+        self.hints += (hint,)
+        return super().reserve(namespace, hashes, parent_hash=parent_hash, hint=hint)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -297,6 +313,19 @@ def test_more_blocks_than_are_moved_at_once_are_one_chain(
     assert client.parents == (None, source.hashes[1023])
     assert not reader.go(make_step("long", loads=[target])).loads.failed
     assert reader.blocks(target) == writer.blocks(source)
+
+
+def test_a_jobs_hint_goes_with_what_it_loads_and_stores(steady: DaemonProcess) -> None:
+    client = CountingClient(steady.unix_address)
+    rank = Rank(client)
+    hint = Hint(session="a chat", priority=1)
+    run = make_run([1, 2])
+    step = make_step("hinted", stores=[run])
+    rank.go(replace(step, stores=[replace(job, hint=hint) for job in step.stores]))
+    step = make_step("hinted", loads=[run])
+    assert not rank.go(replace(step, loads=[replace(job, hint=hint) for job in step.loads])).loads.failed
+    rank.worker.close()
+    assert client.hints == (hint, hint)
 
 
 def test_what_the_store_has_already_is_not_sent_again(make_rank: Callable[..., Rank]) -> None:

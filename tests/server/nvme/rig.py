@@ -92,6 +92,7 @@ class Rig:
                 ),
                 free_reserve_bytes=lambda _: self.free_reserve_bytes,
                 admission=Admission(policy=self.admission, write_budget_bytes_per_day=None),
+                policy="lru",
                 batch_count=self.batch_count,
                 io_threads=4,
                 is_synced=True,

@@ -1,0 +1,66 @@
+"""Brings back from the disk, ahead of time, what sessions that are expected soon will use. For the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore.eviction import Request
+from kvstore.keys import BlockHash
+from kvstore_server.core.returns import Returns, SessionKey
+from kvstore_server.core.tenants import ScopedId
+from kvstore_server.nvme.parts import Parts
+from kvstore_server.nvme.promotion import Promotion
+
+_PROMPTS_AT_ONCE = 16
+"""Per call: each is a walk up its chain, and a prefetch within the budget that all prefetches share."""
+_CHAIN_COUNT_MAX = 8192
+"""Blocks of a chain that are walked up."""
+
+
+class Expectations:
+    """Learns when sessions come back from what they say, and from when they did. See `Returns`."""
+
+    def __init__(self, parts: Parts, promotion: Promotion) -> None:
+        self._parts = parts
+        self._promotion = promotion
+        self._returns = Returns()
+
+    def asked(self, namespace_id: ScopedId, request: Request) -> None:
+        """A request of a session looks for its prompt, or uses it."""
+        if request.session_id is not None:
+            key = SessionKey(namespace_id, request.session_id)
+            self._returns.come(key, turn=request.turn, now_s=self._parts.clock())
+
+    def ended(self, namespace_id: ScopedId, hashes: Sequence[BlockHash], request: Request) -> None:
+        """A request has brought blocks, given head first, or has told more of itself: as far as is known it is over."""
+        if request.session_id is None or not hashes:
+            return
+        key = SessionKey(namespace_id, request.session_id)
+        if request.is_done:
+            self._returns.end(key)
+            return
+        self._returns.leave(
+            key,
+            hashes[-1],
+            turn=request.turn,
+            finish=request.finish,
+            expected_return_s=request.expected_return_s,
+            now_s=self._parts.clock(),
+        )
+
+    def tick(self) -> None:
+        """Begins what is due; to be called about every second."""
+        for due in self._returns.due(now_s=self._parts.clock(), count_max=_PROMPTS_AT_ONCE):
+            chain = self._missing_chain(due.key.namespace_id, due.tail)
+            if chain:
+                self._promotion.prefetch(due.key.namespace_id, chain, budget_bytes=0)
+
+    def _missing_chain(self, namespace_id: ScopedId, tail: BlockHash) -> list[BlockHash]:
+        """The blocks up from this one that only the disk has, head first. Memory has what is above those it has."""
+        on_disk, in_memory = self._parts.disk.stored(namespace_id), self._parts.store.stored(namespace_id)
+        chain: list[BlockHash] = []
+        at: BlockHash | None = tail
+        while at is not None and at not in in_memory and at in on_disk and len(chain) < _CHAIN_COUNT_MAX:
+            chain.append(at)
+            at = on_disk[at].parent_hash
+        return chain[::-1]

@@ -70,12 +70,13 @@ soak: $(INSTALLED) ## the long tests; those with vLLM where there is a vllm-env
 	@$(PYTEST) -m soak --timeout 3600
 	@test ! -e $(VLLM_INSTALLED) || $(ONE_THREAD) $(VLLM_VENV)/bin/python -m pytest -m "vllm and soak" tests/engines
 
-bench: $(INSTALLED) ## this machine's speed: blocks, lookups, this folder's disk, hashing a prompt, starting the daemon
+bench: $(INSTALLED) ## this machine's speed: blocks, lookups, this folder's disk, hashing a prompt, choosing victims, starting the daemon
 	@$(BIN)/kvstore bench node
 	@$(BIN)/kvstore bench stream
 	@$(BIN)/kvstore bench lookup
 	@$(BIN)/kvstore bench nvme
 	@$(BIN)/python bench/hashing.py
+	@$(BIN)/python bench/eviction.py
 	@$(BIN)/python bench/startup.py
 
 bench-peers: $(PEERS_INSTALLED) ## our speed beside Redis, memcached, LMCache, Mooncake; writes bench/results, docs/peers.svg

@@ -87,8 +87,9 @@ class MemoryConfig(_Section):
     low_watermark: float = Field(default=0.90, gt=0, le=1)
     """Eviction stops at this share; the gap makes it come in batches."""
     policy: Literal["phix", "lru", "arc", "s3fifo", "window-lfu"] = "phix"
-    """Which blocks leave first. `phix` learns which are used again, and when, and takes hints of clients into account;
-    the others do not learn: `lru`, `arc`, `s3fifo`, `window-lfu`. `kvstore simulate` compares them on your own traces."""
+    """Which blocks leave first. `phix` learns which are used again, and when, and takes hints of clients into
+    account; the others learn nothing: `lru`, `arc`, `s3fifo`, `window-lfu`. `kvstore simulate` compares them on traces
+    of your own."""
     pages: Literal["auto", "hugetlb", "huge-tmpfs", "plain"] = "auto"
     """Memory of the arena: huge pages that were set aside (`vm.nr_hugepages`), a tmpfs mounted with `huge=`, or
     plain memory; `auto` takes the best there is. Copies run up to five times slower on 4 KiB pages."""
@@ -150,8 +151,8 @@ class NvmeConfig(_Section):
     """Which blocks leave first; as `memory.policy`."""
     admission: Literal["worth", "all", "second-hit", "adaptive"] = "worth"
     """Which blocks may enter. `worth`: all while there is room, then those that are worth more than what would have to
-    leave, as far as `policy` can tell; `all`; `second-hit`: those that were used twice; `adaptive`: all or second-hit by
-    what has paid so far. Whole chains enter, or none of their blocks."""
+    leave, as far as `policy` can tell; `all`; `second-hit`: those that were used twice; `adaptive`: the one or the
+    other by what has paid so far. Whole chains enter, or none of their blocks."""
     write_budget_per_day: Size | None = None
     """Most bytes written in a day, to spare the device; at least 1MiB. Default no limit."""
     io_threads: int = Field(default=8, ge=1, le=64)

@@ -43,9 +43,10 @@ class Refusal(StrEnum):
 class Admission:
     """Accepts blocks by how often they were used, and as long as the budget lasts. Knows neither blocks nor clock.
 
-    `all` takes every block. So does `worth` as far as this class goes: what a block is worth beside those that would have
-    to leave for it the eviction policy knows, and its owner asks it. `second-hit` those that were used twice. `adaptive` begins as `all` and acts as
-    `second-hit` while writes come faster than the budget allows, or hardly any block is read before it is evicted.
+    `all` takes every block. So does `worth` as far as this class goes: what a block is worth beside those that would
+    have to leave for it the eviction policy knows, and the tier asks that. `second-hit` takes those that were used
+    twice. `adaptive` begins as `all` and acts as `second-hit` while writes come faster than the budget allows, or
+    hardly any block is read before it is evicted.
     `second-hit` is chain-wise by itself: every use of a block is one of all its ancestors, so their counts are never
     lower than its own, and of every chain a leading run is accepted. The budget, and `adaptive` when it changes its
     mind, may cut a chain anywhere: callers accept the ancestors of what they hold without asking.

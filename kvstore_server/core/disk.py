@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from kvstore.errors import InvalidArgumentError
-from kvstore.eviction import NO_HINT, Evictor, Request, Use
+from kvstore.eviction import DEMOTED_GAIN_MIN, NO_HINT, Evictor, Request, Use
 from kvstore.keys import BlockHash
 from kvstore_server.core.admission import Admission, Refusal
 from kvstore_server.core.fates import Fate
@@ -403,7 +403,7 @@ class DiskCore:
         own_use = self._own(use)
         if refusal is None and own_use is not None and self._admission.is_by_worth and self._is_full(key.namespace_id):
             self._now_s = now_s
-            if not self._evictor.admits(own_use, keys=(key,)):
+            if not self._evictor.admits(own_use, keys=(key,), gain_min=DEMOTED_GAIN_MIN):
                 self._evictor.bypassed((key,), use=own_use)
                 return Refusal.WORTH_LESS
         return refusal

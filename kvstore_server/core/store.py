@@ -737,8 +737,8 @@ class StoreCore:
     def depart_all(self, *, now_s: float) -> int:
         """Lets every block depart that only memory has and the lower tier wants, held or not; returns how many.
 
-        With those before them, without which they are of no use. However many bytes that are: for the end of the daemon,
-        when nobody needs the room.
+        With those before them, without which they are of no use. However many bytes that are: for the end of the
+        daemon, when nobody needs the room.
         """
         self.now_s = now_s
         lower = self.lower
@@ -1281,9 +1281,7 @@ class StoreCore:
         self.counters.evicted_count += len(victims) - len(departures)
         return len(victims)
 
-    def _ancestors_to_copy(
-        self, lower: LowerTier, key: BlockKey, *, known: Container[BlockKey] = ()
-    ) -> list[BlockKey]:
+    def _ancestors_to_copy(self, lower: LowerTier, key: BlockKey, *, known: Container[BlockKey] = ()) -> list[BlockKey]:
         """Stored ancestors that are neither below nor on their way there nor known, up to the first that is, head
         first."""
         stored = self._namespaces[key.namespace_id].stored
@@ -1313,11 +1311,7 @@ class StoreCore:
     def _is_undemoted(self, key: BlockKey) -> bool:
         """Whether the lower tier would lose something with this block: it has it not, and wants it."""
         lower = self.lower
-        return (
-            lower is not None
-            and lower.find(key) is None
-            and self._is_wanted(lower, key)
-        )
+        return lower is not None and lower.find(key) is None and self._is_wanted(lower, key)
 
     def _is_wanted(self, lower: LowerTier, key: BlockKey) -> bool:
         evictor = self._evictor

@@ -435,8 +435,8 @@ SPECS: tuple[MetricSpec, ...] = (
     MetricSpec(
         name="kvstore_nvme_prefetch_blocks_total",
         kind=CounterMetricFamily,
-        help="Blocks of prefetches that were started, or refused because too much was under way; of those started: there "
-        "when they were used, asked for while on their way, or gone again unused.",
+        help="Blocks of prefetches that were started, or refused because too much was under way; of those started: "
+        "there when they were used, asked for while on their way, or gone again unused.",
         labels=("outcome",),
         samples=_nvme(
             lambda nvme: [

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from kvstore.errors import InvalidArgumentError
-from kvstore.eviction import Evictor, Watermarks
+from kvstore.eviction import DEMOTED_GAIN_MIN, NEW_GAIN_MIN, Evictor, Watermarks
 from kvstore.eviction.use import Request, Use
 from kvstore_server.simulate.trace import Span
 
@@ -230,7 +230,9 @@ class Tiers:
 
     # --- who leaves
 
-    def _make_room(self, index: int, keys: Sequence[int], *, use: Use, is_choosy: bool) -> _Room:
+    def _make_room(
+        self, index: int, keys: Sequence[int], *, use: Use, is_choosy: bool, gain_min: float = NEW_GAIN_MIN
+    ) -> _Room:
         """Lets colder blocks leave for these, which are a chain."""
         tier, count = self._tiers[index], len(keys)
         room = tier.plan.capacity_blocks - len(tier.evictor)
@@ -238,7 +240,7 @@ class Tiers:
             goal = count - room
             if is_choosy:
                 goal = min(goal, _ADMITTED_AT_ONCE)
-                if not tier.evictor.admits(use, keys=keys[room : room + goal]):
+                if not tier.evictor.admits(use, keys=keys[room : room + goal], gain_min=gain_min):
                     tier.counts.refused_blocks += count - room
                     return _Room(room, is_refused=True)
             gone_count = self._evict(index, goal)
@@ -303,7 +305,13 @@ class Tiers:
         is_needed = any(map(evictor.is_parent, part if self._keep is Keep.EXCLUSIVE else part[-1:]))
         held = (parent,) if parent in evictor else ()
         evictor.hold(held)
-        room = self._make_room(index, keys, use=use, is_choosy=tier.plan.is_choosy and not is_needed)
+        room = self._make_room(
+            index,
+            keys,
+            use=use,
+            is_choosy=tier.plan.is_choosy and not is_needed,
+            gain_min=DEMOTED_GAIN_MIN,
+        )
         evictor.unhold(held)
         count = room.block_count
         at = 0

@@ -598,6 +598,20 @@ def test_a_long_chain_is_many_runs_and_still_leaves_from_its_tail(tier: Tier) ->
     assert tier.pop() == chain[::-1]
 
 
+def test_what_was_used_just_now_leaves_only_when_nothing_else_can(policy: str) -> None:
+    """Kind of fault: a prompt's own blocks leave while it is being loaded, as a policy thinks little of new ones."""
+    tier = Tier(policy)
+    for number in range(20):
+        tier.insert(f"old {number}")
+        tier.touch(f"old {number}")
+    tier.now_s += 10.0
+    chain = [f"new {number}" for number in range(10)]
+    tier.insert(*chain)
+    tier.now_s += 0.5
+    assert not set(tier.pop(20)) & set(chain)
+    assert tier.pop(10) == chain[::-1]
+
+
 # --- hints
 
 

@@ -12,7 +12,9 @@ from kvstore.eviction.run import Run
 from kvstore.eviction.run_queue import RunQueue
 from kvstore.eviction.use import NO_HINT, PRIORITY_MAX, Key, Request, Use
 
-_DONE_LEVEL = -PRIORITY_MAX - 1
+# Levels are twice the priorities, so that there is one between blocks without a priority and those with the lowest.
+_DONE_LEVEL = -2 * PRIORITY_MAX - 1
+_GRACE_LEVEL = 1
 _PRIORITY_LASTS_S = 3600.0
 """A priority above 0 counts for so long without use: longer than nearly all pauses in a session (p90: half an hour)."""
 _STALE_ENTRIES_MAX = 1024
@@ -23,8 +25,10 @@ class Candidates(Generic[Key]):
 
     Lowest are blocks whose last use was a session's that is over, unless the policy learns for itself what that means.
     Then come negative priorities, all blocks without one, and positive ones, which lapse when unused for an hour. The
-    policy orders the middle level, time of use the others. A leaf whose last block is held is found out when it
-    surfaces, and comes back when it is held no more: so holds cost a search nothing but once.
+    policy orders the middle level, time of use the others. What was used just now is above that one, for as long as the
+    policy says: its request may still be at it, and what a lookup has found should not leave before it is read. A leaf
+    whose last block is held is found out when it surfaces, and comes back when it is held no more: so holds cost a
+    search nothing but once.
     """
 
     def __init__(self, ranking: Ranking[Key]) -> None:
@@ -35,6 +39,8 @@ class Candidates(Generic[Key]):
         self._deadlines: list[tuple[float, int, Run[Key], Use]] = []
         self._deadline_count_max = _STALE_ENTRIES_MAX
         self._pushes = 0
+        self.now_s = float("-inf")
+        """The newest time that anybody has told."""
 
     # --- leaves come and go
 
@@ -44,12 +50,14 @@ class Candidates(Generic[Key]):
             return
         request = run.use.request
         if request is NO_HINT:
-            run.level = 0
-            self.ranking.add(run)
-            return
-        if request.ttl_s is not None:
-            self._watch(run, run.use.now_s + request.ttl_s)
-        level = run.level = self._level_of(request)
+            level = 0
+        else:
+            if request.ttl_s is not None:
+                self._watch(run, run.use.now_s + request.ttl_s)
+            level = self._level_of(request)
+        if level == 0 and run.use.now_s + self.ranking.grace_s > self.now_s:
+            level = _GRACE_LEVEL
+        run.level = level
         if level == 0:
             self.ranking.add(run)
         else:
@@ -103,15 +111,16 @@ class Candidates(Generic[Key]):
             self._park(run)
         return None
 
-    def admits(self, use: Use, *, keys: Sequence[Key] = ()) -> bool:
-        """False: what would leave is worth at least as much as a new block of this use."""
+    def admits(self, use: Use, *, keys: Sequence[Key], gain_min: float) -> bool:
+        """False: a block of this use is not worth `gain_min` times what would leave."""
         victim = self.coldest(now_s=use.now_s)
         if victim is None:
             return True
         level = self._level_of(use.request)
-        if victim.level != level:
-            return victim.level is None or victim.level < level
-        return level != 0 or self.ranking.admits(use, victim=victim, keys=keys)
+        victim_level = 0 if victim.level == _GRACE_LEVEL else victim.level
+        if victim_level != level:
+            return victim_level is None or victim_level < level
+        return level != 0 or self.ranking.admits(use, victim=victim, keys=keys, gain_min=gain_min)
 
     def first_expired(self, *, now_s: float) -> Run[Key] | None:
         """A candidate that is past its time."""
@@ -129,16 +138,18 @@ class Candidates(Generic[Key]):
     def check_invariants(self, leaves: Iterable[Run[Key]]) -> None:
         for run in leaves:
             assert run.level is not None or run.keys[-1] in self._parked, f"leaf {run.keys} is no candidate"
-            assert run.level in (None, 0, self._level_of(run.use.request)), f"{run.keys} is at level {run.level}"
+            levels = (None, 0, _GRACE_LEVEL, self._level_of(run.use.request))
+            assert run.level in levels, f"{run.keys} is at level {run.level}"
         assert self._parked <= self._hold_counts.keys(), "what is parked must be held"
         assert all(count > 0 for count in self._hold_counts.values()), "a hold count of 0 is remembered"
 
     # --- inside
 
     def _first(self, now_s: float) -> Run[Key] | None:
+        self.now_s = max(self.now_s, now_s)
         if not self._queues:
             return self.ranking.coldest(now_s=now_s)
-        self._let_priorities_lapse(now_s)
+        self._let_levels_lapse(now_s)
         for level, queue in self._queues.items():
             if level < 0 and (run := queue.first()) is not None:
                 return run
@@ -147,9 +158,10 @@ class Candidates(Generic[Key]):
             return run
         return next(filter(None, (queue.first() for queue in self._queues.values())), None)
 
-    def _let_priorities_lapse(self, now_s: float) -> None:
+    def _let_levels_lapse(self, now_s: float) -> None:
         for level, queue in self._queues.items():
-            while level > 0 and (run := queue.first()) is not None and run.use.now_s + _PRIORITY_LASTS_S <= now_s:
+            lasts_s = self.ranking.grace_s if level == _GRACE_LEVEL else _PRIORITY_LASTS_S
+            while level > 0 and (run := queue.first()) is not None and run.use.now_s + lasts_s <= now_s:
                 queue.discard(run)
                 run.level = 0
                 self.ranking.add(run)
@@ -175,4 +187,4 @@ class Candidates(Generic[Key]):
     def _level_of(self, request: Request) -> int:
         if request.is_done and not self.ranking.learns_done:
             return _DONE_LEVEL
-        return request.priority
+        return 2 * request.priority

@@ -11,7 +11,6 @@ from kvstore.errors import InvalidArgumentError
 from kvstore.eviction.arc import Arc
 from kvstore.eviction.candidates import Candidates
 from kvstore.eviction.lru import Lru
-from kvstore.eviction.phix import Phix
 from kvstore.eviction.ranking import Ranking
 from kvstore.eviction.run import Run
 from kvstore.eviction.s3fifo import S3Fifo
@@ -21,6 +20,10 @@ from kvstore.eviction.window_lfu import WindowLfu
 
 POLICIES = ("phix", "lru", "arc", "s3fifo", "window-lfu")
 """What `Evictor` can be told to do."""
+NEW_GAIN_MIN = 1.25
+"""For new blocks: a write must buy something."""
+DEMOTED_GAIN_MIN = 4.0
+"""For blocks from the tier above, which a disk writes: on public traces less than a point of hit rate lies between."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +86,7 @@ class Evictor(Generic[Key]):
         """A request, of whose chain so many blocks are here; what it uses or brings is of this use."""
         if request is not NO_HINT:
             _check(request)
-        self._now_s = max(self._now_s, now_s)
+        self._now_s = self._candidates.now_s = max(self._now_s, now_s)
         self._use_number += 1
         use = Use(
             self._use_number,
@@ -175,13 +178,13 @@ class Evictor(Generic[Key]):
             self.insert(key, parent=parent, use=use)
             parent = key
 
-    def admits(self, use: Use, *, keys: Sequence[Key] = ()) -> bool:
-        """False: what would leave to make room for a new block of this use is worth at least as much as it.
+    def admits(self, use: Use, *, keys: Sequence[Key] = (), gain_min: float = NEW_GAIN_MIN) -> bool:
+        """False: a block of this use is not worth `gain_min` times what would leave to make room for it.
 
         For who may bypass the tier: without room for the rest of a chain, the rest is better not taken in, and
         `bypassed`. `keys` are the next ones that would be put in: of a few it may be known that they were here before.
         """
-        admits = self._candidates.admits(use, keys=keys)
+        admits = self._candidates.admits(use, keys=keys, gain_min=gain_min)
         self._bypassed_count += not admits
         return admits
 
@@ -367,9 +370,9 @@ def _ranking(policy: str, capacity_blocks: int) -> Ranking[Key]:
         case "window-lfu":
             return WindowLfu(capacity_blocks=capacity_blocks)
         case "phix":
-            return Phix(
-                capacity_blocks=capacity_blocks, make_lru=lambda count: Evictor("lru", capacity_blocks=count)
-            )
+            from kvstore.eviction.phix import Phix  # numpy only where it is needed
+
+            return Phix(capacity_blocks=capacity_blocks, make_lru=lambda count: Evictor("lru", capacity_blocks=count))
         case _:
             raise InvalidArgumentError.of("policy", policy, ", ".join(POLICIES))
 

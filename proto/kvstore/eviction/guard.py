@@ -108,14 +108,15 @@ class Guard(Generic[Key]):
         while matched < len(chain) and chain[matched] in shadow:
             matched += 1
         use = shadow.begin(NO_HINT, now_s=now_s, chain_blocks=len(chain), matched_blocks=matched)
-        shadow.touch_chain(chain[:matched], use=use)
-        new = chain[matched:]
+        shadow.touch_chain(chain, use=use)
+        # Callers may name parts of chains, so some of what follows a gap may be there.
+        new = [key for key in chain[matched:] if key not in shadow]
+        parent = chain[matched - 1] if matched else None
         excess = len(shadow) + len(new) - self._shadow_blocks
         if excess > 0:
-            own_end = chain[matched - 1] if matched else None
             shadow.pop_coldest(
-                goal_bytes=excess, size_bytes_of=lambda _: 1, now_s=now_s, may_evict=lambda key: key != own_end
+                goal_bytes=excess, size_bytes_of=lambda _: 1, now_s=now_s, may_evict=lambda key: key != parent
             )
         room = max(self._shadow_blocks - len(shadow), 0)
-        shadow.insert_chain(new[:room], parent=chain[matched - 1] if matched else None, use=use)
+        shadow.insert_chain(new[:room], parent=parent, use=use)
         return matched

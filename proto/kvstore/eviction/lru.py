@@ -10,6 +10,7 @@ from kvstore.eviction.use import Key
 
 class Lru(Ranking[Key]):
     is_steady = True
+    grace_s = 0.0  # what was used just now leaves last anyway
 
     def __init__(self, *, capacity_blocks: int) -> None:
         self.capacity_blocks = capacity_blocks

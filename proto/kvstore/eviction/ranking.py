@@ -20,6 +20,9 @@ class Ranking(Protocol[Key]):
     is_steady: bool = False
     """Whether the coldest run stays the coldest one while blocks leave it; else it is asked for before each."""
 
+    grace_s: float = 1.0
+    """For so long after its last use a run is no candidate of the policy's, and leaves only when nothing else can."""
+
     learns_done: bool = False
     """Whether uses that are over come here as well, for the policy to find out how far to believe it."""
 
@@ -76,8 +79,8 @@ class Ranking(Protocol[Key]):
         """A block has left for another reason; the run may be empty now."""
         return
 
-    def admits(self, use: Use, *, victim: Run[Key], keys: Sequence[Key]) -> bool:
-        """False: this victim is worth at least as much as a new block of this use; `keys` may be the next ones."""
+    def admits(self, use: Use, *, victim: Run[Key], keys: Sequence[Key], gain_min: float) -> bool:
+        """False: a block of this use is not worth `gain_min` times this victim; `keys` may be the next ones."""
         return True
 
     def figures(self) -> Mapping[str, float]:

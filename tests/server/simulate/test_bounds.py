@@ -56,7 +56,6 @@ def test_no_policy_beats_the_bounds(prompts: list[str], capacity_blocks: int, po
     found = replay(trace, [plan])
     best = clairvoyant(foresee(trace), capacity_blocks=capacity_blocks)
     assert found.hit_tokens <= best.hit_tokens <= infinite(trace).hit_tokens
-    assert found.tiers[0].counts.written_blocks >= best.written_blocks or found.hit_tokens < best.hit_tokens
 
 
 @given(prompts=PROMPTS)

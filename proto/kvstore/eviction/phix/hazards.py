@@ -24,12 +24,13 @@ _CLASS_EVENTS = 3.0
 class Hazards:
     """Events and block-seconds at risk per class and age bin, both fading.
 
-    A class without data of its own is taken to be as its pool, a pool as all blocks, and all as the prior.
+    A class without data of its own is taken to be as its pool, a pool as all blocks times its scale, and all as the
+    prior.
     """
 
-    def __init__(self, pool_of: Sequence[int]) -> None:
+    def __init__(self, pool_of: Sequence[int], *, pool_scales: Sequence[float]) -> None:
         self._pool_of = np.asarray(pool_of, dtype=np.intp)
-        self._pool_count = int(self._pool_of.max()) + 1
+        self._pool_scales: Floats = np.asarray(pool_scales)[:, None]
         shape = (len(pool_of), BIN_COUNT)
         self.events: Floats = np.zeros(shape)
         self.at_risk_s: Floats = np.zeros(shape)
@@ -60,11 +61,11 @@ class Hazards:
         """Reuses per block-second: a row per class."""
         events, at_risk_s = self.events, self.at_risk_s
         overall = _shrunk(events.sum(axis=0), at_risk_s.sum(axis=0), _PRIOR_HAZARD, _PRIOR_EVENTS)
-        pools = (self._pool_count, BIN_COUNT)
+        pools = (len(self._pool_scales), BIN_COUNT)
         pool_events, pool_at_risk_s = np.zeros(pools), np.zeros(pools)
         np.add.at(pool_events, self._pool_of, events)
         np.add.at(pool_at_risk_s, self._pool_of, at_risk_s)
-        pooled = _shrunk(pool_events, pool_at_risk_s, overall, _POOL_EVENTS)
+        pooled = _shrunk(pool_events, pool_at_risk_s, overall * self._pool_scales, _POOL_EVENTS)
         return _shrunk(events[classes], at_risk_s[classes], pooled[self._pool_of[classes]], _CLASS_EVENTS)
 
 

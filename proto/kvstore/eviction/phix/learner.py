@@ -43,7 +43,8 @@ class Learner:
             self._model.set_prior(feature, weight)
         self._made: dict[tuple[Past, Setting], tuple[int, ...]] = {}
         pools = [_pool_of(number) for number in range(CLASS_COUNT)]
-        self._hazards = Hazards(pools)
+        scales = [features.HAZARD_SCALES[pool // 4 % features.HINT_COUNT] for pool in range(max(pools) + 1)]
+        self._hazards = Hazards(pools, pool_scales=scales)
         self._is_live = np.zeros(CLASS_COUNT, dtype=bool)
         self._table: list[list[float] | None] = [None] * CLASS_COUNT
         self._array: Floats = np.zeros((CLASS_COUNT, BIN_COUNT))
@@ -55,6 +56,8 @@ class Learner:
         self._reuses: list[tuple[int, float, float, float]] = []  # class, born, reused, count: since the last refresh
         self._awaited: deque[Visit] = deque()
         self._request_count = 0
+        self.returned_count = 0.0
+        """Blocks that were used again, by another request."""
         self._refreshed_at = 0
         self._next_refresh = 0
         self._refreshed_s = float("-inf")
@@ -102,6 +105,7 @@ class Learner:
         slot = cohort.slot
         self._reuses.append((self._class_of[slot], self._born_s[slot], now_s, count))
         cohort.reused_count += count
+        self.returned_count += count
         self._take_out(cohort, count)
 
     def change(self, cohort: Cohort, count: float) -> None:

@@ -26,8 +26,6 @@ _LOOK_AHEAD = 8
 _SESSIONS_MIN = 4096
 _BLOCKS_PER_SESSION = 16
 """Sessions whose last request is remembered: at most so many, or one per so many blocks."""
-_GAIN_TO_ADMIT = 0.8
-"""A write must buy something: a block is taken only if the one that leaves is worth less than so much of it."""
 _CONTINUES_SHARE = 0.8
 """Without a session's name: a chain that has so much of an earlier one is its next turn."""
 
@@ -84,7 +82,7 @@ class Phix(Ranking[Key]):
         if visit.is_placed:
             self._place(visit)
 
-    def admits(self, use: Use, *, victim: Run[Key], keys: Sequence[Key]) -> bool:
+    def admits(self, use: Use, *, victim: Run[Key], keys: Sequence[Key], gain_min: float) -> bool:
         visit: Visit = use.mark
         ghost = self._nearest_ghost(keys)
         if not visit.is_placed:
@@ -102,7 +100,7 @@ class Phix(Ranking[Key]):
             gain = self._learner.worth_of_return(visit, past, now_s=self._now_s)
         if self._guard.follows_lru:
             return True
-        return self._learner.worth(victim.mark, now_s=self._now_s) < _GAIN_TO_ADMIT * gain
+        return self._learner.worth(victim.mark, now_s=self._now_s) * gain_min < gain
 
     # --- blocks
 
@@ -117,7 +115,7 @@ class Phix(Ranking[Key]):
             start = index + 1
         new = len(keys) - start
         visit.reached_count += len(keys)
-        if self._is_collecting and visit is self._visit:
+        if self._is_collecting and visit is self._visit and self._chain[-1:] == (parent.keys[-1:] if parent else []):
             self._chain += keys
         if new:
             partial = int(visit.request.is_last_partial and visit.reached_count == use.chain_blocks)
@@ -187,6 +185,7 @@ class Phix(Ranking[Key]):
             "session_count": len(self._sessions),
             "cohort_count": self._learner.cohort_count,
             "class_count": self._learner.class_count,
+            "returned_count": self._learner.returned_count,
             "guard_follows_lru": float(self._guard.follows_lru),
             "guard_trip_count": self._guard.trip_count,
             "guard_lead_of_lru": self._guard.lead,
@@ -205,7 +204,7 @@ class Phix(Ranking[Key]):
         visit = self._visit
         if not self._is_collecting or visit is None:
             return
-        chain, hit_blocks = self._chain, self._hit_blocks
+        chain, hit_blocks = list(dict.fromkeys(self._chain)), self._hit_blocks
         self._chain, self._hit_blocks, self._is_collecting = [], 0, False
         if visit.is_sampled and chain and self._guard.note_sampled(chain, hit_blocks=hit_blocks, now_s=visit.now_s):
             self._queue.follow_lru(True)

@@ -52,8 +52,9 @@ class ModelBlock:
 class Model:
     """Blocks in a list. Slow and plain."""
 
-    def __init__(self, *, learns_done: bool) -> None:
+    def __init__(self, *, learns_done: bool, grace_s: float) -> None:
         self.learns_done = learns_done
+        self.grace_s = grace_s
         self.blocks: dict[int, ModelBlock] = {}
 
     def is_ancestor_of_itself(self, key: int, parent: int | None) -> bool:
@@ -81,11 +82,12 @@ class Model:
             if block.key not in parents and block.key not in spared and not block.hold_count
         ]
 
-    def level(self, block: ModelBlock, now_s: float) -> int:
+    def level(self, block: ModelBlock, now_s: float) -> float:
         if block.request.is_done and not self.learns_done:
             return -3
         has_lapsed = block.request.priority > 0 and block.use.now_s + HOUR_S <= now_s
-        return 0 if has_lapsed else block.request.priority
+        level = 0 if has_lapsed else block.request.priority
+        return 0.5 if level == 0 and block.use.now_s + self.grace_s > now_s else level
 
 
 class EvictorMachine(RuleBasedStateMachine):
@@ -94,7 +96,7 @@ class EvictorMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.evictor: Evictor[int] = Evictor(self.policy, capacity_blocks=8)
-        self.model = Model(learns_done=self.policy == "phix")
+        self.model = Model(learns_done=self.policy == "phix", grace_s=0.0 if self.policy == "lru" else 1.0)
         self.now_s = 0.0
         self.use = self.evictor.begin(NO_HINT, now_s=0.0, chain_blocks=1, matched_blocks=0)
 
@@ -227,7 +229,7 @@ class EvictorMachine(RuleBasedStateMachine):
         levels = [self.model.level(block, self.now_s) for block in candidates]
         if not levels or min(levels) < 0:
             assert self.evictor.admits(use)
-        elif min(levels) > 0:
+        elif min(levels) >= 1:
             assert not self.evictor.admits(use)
         else:
             self.evictor.admits(use)

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from kvstore.eviction import NO_HINT, Evictor, Finish, Request
 from kvstore.eviction.guard import Guard
 from kvstore.eviction.phix.ages import BIN_COUNT, EDGES_S, WIDTHS_S, bin_of, bins_of
+from kvstore.eviction.phix.ghost_table import GhostTable, is_one_of
 from kvstore.eviction.phix.gittins import gittins_index
 from kvstore.eviction.phix.hazards import Hazards
 from kvstore.eviction.phix.returns import ReturnModel, probability
-from kvstore.eviction.phix.sampling import is_one_of, is_sampled
 
 ages_s = st.floats(0, 20_000)
 
@@ -136,12 +136,34 @@ def test_a_model_learns_which_feature_tells() -> None:
     assert abs(model.score([2])) < 0.3
 
 
-def test_half_of_all_keys_are_sampled_whatever_they_are() -> None:
+def test_every_second_key_leaves_a_ghost_whatever_keys_are() -> None:
     chance = random.Random(3)
-    for keys in (range(10_000), [chance.randbytes(32) for _ in range(10_000)], [f"key {n}" for n in range(10_000)]):
-        assert 0.45 < sum(map(is_sampled, keys)) / len(keys) < 0.55
+    for keys in (range(1000), [chance.randbytes(32) for _ in range(1000)], [f"key {n}" for n in range(1000)]):
+        ghosts = GhostTable(size_min=1 << 20)
+        count, displaced = ghosts.put(keys, 7)
+        assert 400 < count < 600
+        assert len(displaced) < 5
+        found = ghosts.take(keys)
+        assert len(found) == count - len(displaced)
+        assert {number for _, number in found} == {7}
+        assert not ghosts.take(keys)
+        assert len(ghosts) == 0
     hashes = [chance.randbytes(32) for _ in range(100)]
-    assert [is_sampled(("namespace", one)) for one in hashes] == [is_sampled(one) for one in hashes]
+    ghosts.put([("namespace", one) for one in hashes], 3)
+    assert len(ghosts.take(hashes)) > 30
+
+
+def test_a_full_table_of_ghosts_says_whose_place_was_taken() -> None:
+    ghosts, chance = GhostTable(size_min=64), random.Random(9)
+    numbers = [0] * 50
+    for _ in range(1000):
+        number = chance.randrange(50)
+        count, displaced = ghosts.put([chance.randbytes(16) for _ in range(3)], number)
+        numbers[number] += count
+        for other in displaced:
+            numbers[other] -= 1
+        assert sum(numbers) == len(ghosts) <= 64
+        assert min(numbers) >= 0
 
 
 def test_one_of_so_many_sessions_is_sampled() -> None:
@@ -248,9 +270,9 @@ def test_what_is_remembered_is_bounded() -> None:
         use = evictor.begin(Request(session_id=number), now_s=float(number), chain_blocks=20, matched_blocks=0)
         evictor.bypassed(traffic.new_chain(20), use=use)
     figures = evictor.figures().of_policy
-    assert 30_000 < figures["ghost_count"] <= 32_768
-    assert figures["session_count"] <= 4096
-    assert figures["cohort_count"] <= 4000
+    assert 25_000 < figures["ghost_count"] <= 32_768
+    assert figures["session_count"] <= 1024
+    assert figures["cohort_count"] <= 6000
 
 
 @settings(max_examples=20)

@@ -17,6 +17,7 @@ from kvstore.eviction.phix.gittins import gittins_index
 from kvstore.eviction.phix.hazards import Hazards
 from kvstore.eviction.phix.returns import ReturnModel, probability
 from kvstore.eviction.phix.visits import Cohort, Visit
+from kvstore.eviction.use import NO_HINT
 
 _BANDS = (0.05, 0.12, 0.25, 0.4, 0.6, 0.8, 0.93)
 _BAND_SCORES = tuple(log(chance / (1 - chance)) for chance in _BANDS)
@@ -25,11 +26,11 @@ CLASS_COUNT = features.FINISH_COUNT * features.HINT_COUNT * _BAND_COUNT * 4
 
 _LABEL_AFTER_S = 400.0
 """What has come back by then has come back "soon": nearly all of agents' pauses, three quarters of chats'."""
-_AWAITED_MAX = 4096
-"""Requests that wait for their label; while there are more, some teach nothing. 400 s of 10 requests per second."""
+_AWAITED_MAX = 1024
+"""Requests that wait for their label (0.5 MB). Above 2.5 per second, some teach nothing."""
 _FADE_PER_REQUEST = 0.993 ** (1 / 50)
 """What is older than 7000 requests has lost two thirds of its weight."""
-_REFRESH_REQUESTS_MIN, _REFRESH_REQUESTS_MAX = 10, 200
+_REFRESH_REQUESTS_MIN, _REFRESH_REQUESTS_MAX = 10, 400
 _COHORTS_PER_REQUEST = 20
 """Refreshing goes over all cohorts: so many, at most, per request."""
 
@@ -41,6 +42,7 @@ class Learner:
         self._model = ReturnModel(features.FEATURE_COUNT)
         for feature, weight in features.PRIORS.items():
             self._model.set_prior(feature, weight)
+        self._settings: dict[Setting, Setting] = {}  # one object for all visits that have the same
         self._made: dict[tuple[Past, Setting], tuple[int, ...]] = {}
         pools = [_pool_of(number) for number in range(CLASS_COUNT)]
         scales = [features.HAZARD_SCALES[pool // 4 % features.HINT_COUNT] for pool in range(max(pools) + 1)]
@@ -52,11 +54,12 @@ class Learner:
         self._born_s = array("d")
         self._class_of = array("q")
         self._waiting = array("d")
+        self._cohorts: list[Cohort | None] = []
         self._free: list[int] = []
         self._reuses: list[tuple[int, float, float, float]] = []  # class, born, reused, count: since the last refresh
         self._awaited: deque[Visit] = deque()
         self._request_count = 0
-        self.returned_count = 0.0
+        self.returned_count = 0
         """Blocks that were used again, by another request."""
         self._refreshed_at = 0
         self._next_refresh = 0
@@ -77,9 +80,8 @@ class Learner:
         """All is known of a request that ever will, or more than before: its cohorts get their classes."""
         request = visit.request
         is_new, visit.is_placed = not visit.is_placed, True
-        visit.setting = Setting(
-            features.turn_band(visit.turn), features.FINISHES[request.finish], features.hint_of(request)
-        )
+        setting = Setting(features.turn_band(visit.turn), features.FINISHES[request.finish], features.hint_of(request))
+        visit.setting = self._settings.setdefault(setting, setting)
         visit.score = self._model.score(visit.features)
         visit.class_of_new = self._class(visit, features.NEW)
         for cohort in visit.cohorts:
@@ -90,17 +92,18 @@ class Learner:
 
     # --- blocks
 
-    def wait(self, cohort: Cohort, count: float) -> None:
+    def wait(self, cohort: Cohort, count: int) -> None:
         """So many more blocks of a cohort wait to be used again."""
         slot = cohort.slot
         if slot < 0:
             slot = cohort.slot = self._take_slot()
+            self._cohorts[slot] = cohort
             self._born_s[slot] = cohort.visit.now_s
             self._class_of[slot] = self._class(cohort.visit, cohort.past) if cohort.visit.is_placed else 0
         cohort.waiting_count += count
         self._waiting[slot] = cohort.waiting_count
 
-    def reuse(self, cohort: Cohort, count: float, *, now_s: float) -> None:
+    def reuse(self, cohort: Cohort, count: int, *, now_s: float) -> None:
         """So many have been used again."""
         slot = cohort.slot
         self._reuses.append((self._class_of[slot], self._born_s[slot], now_s, count))
@@ -108,16 +111,21 @@ class Learner:
         self.returned_count += count
         self._take_out(cohort, count)
 
-    def change(self, cohort: Cohort, count: float) -> None:
+    def change(self, cohort: Cohort, count: int) -> None:
         """So many more of a cohort wait, or fewer, as others stand for them."""
         if count > 0:
             self.wait(cohort, count)
         elif count < 0:
             self._take_out(cohort, -count)
 
-    def forget(self, cohort: Cohort, count: float) -> None:
+    def forget(self, cohort: Cohort, count: int) -> None:
         """Of so many it will never be known whether they would have been used again."""
         self._take_out(cohort, count)
+
+    def cohort_at(self, slot: int) -> Cohort:
+        cohort = self._cohorts[slot]
+        assert cohort is not None, f"nobody waits in {slot}"
+        return cohort
 
     # --- worth
 
@@ -185,7 +193,7 @@ class Learner:
             error_of_request += error
             self._model.learn(of_blocks, error=error)
         self._model.learn(visit.features, error=error_of_request)
-        visit.features, visit.cohorts = (), []
+        visit.features, visit.cohorts, visit.request = (), (), NO_HINT
 
     def _refresh(self, now_s: float) -> None:
         """Books what has happened since the last time, and reckons the worth of all classes anew."""
@@ -234,14 +242,16 @@ class Learner:
         self._born_s.append(0.0)
         self._class_of.append(0)
         self._waiting.append(0.0)
+        self._cohorts.append(None)
         return len(self._born_s) - 1
 
-    def _take_out(self, cohort: Cohort, count: float) -> None:
+    def _take_out(self, cohort: Cohort, count: int) -> None:
         cohort.waiting_count = left = cohort.waiting_count - count
         assert left >= 0, f"{-left} blocks more than there were"
         self._waiting[cohort.slot] = left
         if not left:
             self._free.append(cohort.slot)
+            self._cohorts[cohort.slot] = None
             cohort.slot = -1
 
 

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 from kvstore.eviction.guard import Guard, Shadow
 from kvstore.eviction.phix import features
 from kvstore.eviction.phix.features import Past
+from kvstore.eviction.phix.ghost_table import WEIGHT, GhostTable, is_one_of
 from kvstore.eviction.phix.learner import Learner
-from kvstore.eviction.phix.sampling import WEIGHT, is_one_of, is_sampled
 from kvstore.eviction.phix.visits import Cohort, Visit
 from kvstore.eviction.phix.worth_queue import WorthQueue
 from kvstore.eviction.ranking import Ranking
 from kvstore.eviction.run import Run
 from kvstore.eviction.use import Key, Use
 
-Value = TypeVar("Value")
-
 _GHOSTS_MIN = 32_768
-"""Names remembered of blocks that have left: so many (5 MB), or as many as there are blocks."""
+"""Places for blocks that have left: so many (256 KiB), or as many as there are blocks."""
 _LOOK_AHEAD = 8
-"""Of eight keys none is sampled once in 256 times."""
-_SESSIONS_MIN = 4096
-_BLOCKS_PER_SESSION = 16
+"""Of eight keys none leaves a ghost once in 256 times."""
+_SESSIONS_MIN = 1024
+_BLOCKS_PER_SESSION = 32
 """Sessions whose last request is remembered: at most so many, or one per so many blocks."""
 _CONTINUES_SHARE = 0.8
 """Without a session's name: a chain that has so much of an earlier one is its next turn."""
@@ -45,7 +43,7 @@ class Phix(Ranking[Key]):
         self.capacity_blocks = capacity_blocks
         self._learner = Learner()
         self._queue: WorthQueue[Key] = WorthQueue(self._learner)
-        self._ghosts: dict[Key, Cohort] = {}
+        self._ghosts = GhostTable(size_min=max(_GHOSTS_MIN, capacity_blocks))
         self._sessions: dict[int, Visit] = {}
         self._open: Visit | None = None
         self._guard: Guard[Key] = Guard(make_lru, capacity_blocks=capacity_blocks)
@@ -131,15 +129,14 @@ class Phix(Ranking[Key]):
         visit: Visit = use.mark
         if self._is_collecting and visit is self._visit:
             self._chain += keys
-        cohort = self._cohort(visit, features.NEW)
         start = 0
         for index, ghost in self._take_ghosts(keys):
             again = self._next_cohort(ghost, visit, WEIGHT, features.next_uses_band(ghost.past.uses))
             self._haunt(keys[start : index + 1], again)
             start = index + 1
-        self._haunt(keys[start:], cohort)
+        if start < len(keys):
+            self._haunt(keys[start:], self._cohort(visit, features.NEW))
         visit.left_count += len(keys)
-        self._trim_ghosts()
 
     def reused(self, run: Run[Key], *, use: Use) -> None:
         cohort: Cohort = run.mark
@@ -157,11 +154,9 @@ class Phix(Ranking[Key]):
     def evicted(self, keys: Sequence[Key], run: Run[Key], *, now_s: float) -> None:
         cohort: Cohort = run.mark
         cohort.visit.left_count += len(keys)
-        sampled = [key for key in keys if is_sampled(key)]
-        self._learner.change(cohort, WEIGHT * len(sampled) - len(keys))
-        if sampled:
-            self._ghosts.update(dict.fromkeys(sampled, cohort))
-            self._trim_ghosts()
+        count, displaced = self._ghosts.put(keys, cohort.slot)
+        self._learner.change(cohort, WEIGHT * count - len(keys))
+        self._forget(displaced)
 
     def removed(self, key: Key, run: Run[Key]) -> None:
         self._learner.forget(run.mark, 1)
@@ -194,7 +189,7 @@ class Phix(Ranking[Key]):
     # --- the guard
 
     def _begin_sampling(self, visit: Visit) -> None:
-        session_id = visit.request.session_id
+        session_id = visit.session_id
         if session_id is not None:
             visit.is_sampled = is_one_of(self._guard.sample, session_id)
         # Without a session it is known later on, when it is known whose turn this is.
@@ -211,7 +206,7 @@ class Phix(Ranking[Key]):
 
     # --- inside
 
-    def _next_cohort(self, cohort: Cohort, visit: Visit, count: float, uses: int) -> Cohort:
+    def _next_cohort(self, cohort: Cohort, visit: Visit, count: int, uses: int) -> Cohort:
         """So many blocks of a cohort are used again, by this request: what they are in then."""
         earlier = cohort.visit
         age_s = visit.now_s - earlier.now_s
@@ -230,7 +225,7 @@ class Phix(Ranking[Key]):
             if cohort.past == past:
                 return cohort
         cohort = Cohort(visit, past)
-        visit.cohorts.append(cohort)
+        visit.cohorts += (cohort,)
         return cohort
 
     def _close(self) -> None:
@@ -243,7 +238,7 @@ class Phix(Ranking[Key]):
 
     def _place_in_session(self, visit: Visit) -> None:
         """Which turn this is, of what."""
-        session_id = visit.request.session_id
+        session_id = visit.session_id
         if session_id is None:
             before = self._earlier_turn(visit)
         else:
@@ -251,7 +246,7 @@ class Phix(Ranking[Key]):
             self._sessions[session_id] = visit
             _drop_oldest(self._sessions, max(_SESSIONS_MIN, self.capacity_blocks // _BLOCKS_PER_SESSION))
         if before is None:
-            visit.growth_blocks, visit.growth_tokens = visit.block_count, visit.request.input_tokens
+            visit.growth_blocks, visit.growth_tokens = visit.block_count, visit.input_tokens
         else:
             age_s = visit.now_s - before.now_s
             if visit.is_same_request(before, age_s=age_s):
@@ -260,7 +255,7 @@ class Phix(Ranking[Key]):
             else:
                 visit.turn, visit.gap_s = before.turn + 1, age_s
                 visit.growth_blocks = max(visit.block_count - before.block_count, 0)
-                tokens, tokens_before = visit.request.input_tokens, before.request.input_tokens
+                tokens, tokens_before = visit.input_tokens, before.input_tokens
                 visit.growth_tokens = None if tokens is None or tokens_before is None else tokens - tokens_before
         visit.turn = max(visit.turn, visit.request.turn or 1)
         if session_id is None:
@@ -287,33 +282,26 @@ class Phix(Ranking[Key]):
         self._learner.place(visit)
 
     def _take_ghosts(self, keys: Sequence[Key]) -> list[tuple[int, Cohort]]:
-        ghosts = self._ghosts
-        if not ghosts:
-            return []
-        return [(index, ghosts.pop(key)) for index, key in enumerate(keys) if key in ghosts]
+        return [(index, self._learner.cohort_at(slot)) for index, slot in self._ghosts.take(keys)]
 
     def _nearest_ghost(self, keys: Sequence[Key]) -> Cohort | None:
         """Of the next block or, as that one's key may be none that is remembered, of one that follows."""
-        for key in keys[:_LOOK_AHEAD]:
-            ghost = self._ghosts.get(key)
-            if ghost is not None:
-                return ghost
-        return None
+        slot = self._ghosts.first(keys[:_LOOK_AHEAD])
+        return None if slot is None else self._learner.cohort_at(slot)
 
     def _haunt(self, keys: Sequence[Key], cohort: Cohort) -> None:
-        sampled = [key for key in keys if is_sampled(key)]
-        if sampled:
-            self._learner.wait(cohort, WEIGHT * len(sampled))
-            self._ghosts.update(dict.fromkeys(sampled, cohort))
+        self._learner.wait(cohort, len(keys))
+        count, displaced = self._ghosts.put(keys, cohort.slot)
+        self._learner.change(cohort, WEIGHT * count - len(keys))
+        self._forget(displaced)
 
-    def _trim_ghosts(self) -> None:
-        for cohort in _drop_oldest(self._ghosts, max(_GHOSTS_MIN, self.capacity_blocks)):
-            self._learner.forget(cohort, WEIGHT)
+    def _forget(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self._learner.forget(self._learner.cohort_at(slot), WEIGHT)
 
 
-def _drop_oldest(entries: dict[Any, Value], count_max: int) -> list[Value]:
+def _drop_oldest(entries: dict[int, Visit], count_max: int) -> None:
     """Makes room for a while: finding a dict's first entry costs as much as going over those that were before it."""
-    if len(entries) <= count_max:
-        return []
-    oldest = list(islice(entries, len(entries) - count_max + count_max // 32))
-    return [entries.pop(key) for key in oldest]
+    if len(entries) > count_max:
+        for key in list(islice(entries, len(entries) - count_max + count_max // 32)):
+            del entries[key]

@@ -21,6 +21,7 @@ class Visit:
         "gap_s",
         "growth_blocks",
         "growth_tokens",
+        "input_tokens",
         "is_placed",
         "is_sampled",
         "left_count",
@@ -30,13 +31,19 @@ class Visit:
         "reached_count",
         "request",
         "score",
+        "session_id",
         "setting",
         "source",
+        "told_turn",
         "turn",
     )
 
     def __init__(self, request: Request, *, number: int, now_s: float, block_count: int) -> None:
         self.request = request
+        """Forgotten once its label is known."""
+        self.session_id = request.session_id
+        self.told_turn = request.turn
+        self.input_tokens = request.input_tokens
         self.number = number
         self.now_s = now_s
         self.is_sampled = False
@@ -59,16 +66,15 @@ class Visit:
         self.score = 0.0
         self.class_of_new = 0
         self.setting = _UNKNOWN
-        self.cohorts: list[Cohort] = []
+        self.cohorts: tuple[Cohort, ...] = ()
 
     def is_same_request(self, earlier: Visit, *, age_s: float) -> bool:
         """One request of an engine comes as several uses: a lookup, leases, puts in batches."""
-        mine, its = self.request, earlier.request
-        if mine.session_id is None or its.session_id is None:
-            return age_s < _SAME_REQUEST_S and mine.session_id is its.session_id
-        if mine.session_id != its.session_id:
+        if self.session_id != earlier.session_id:
             return False
-        return mine.turn == its.turn if mine.turn is not None else age_s < _SAME_REQUEST_S
+        if self.session_id is None or self.told_turn is None:
+            return age_s < _SAME_REQUEST_S
+        return self.told_turn == earlier.told_turn
 
 
 class Cohort:
@@ -80,6 +86,6 @@ class Cohort:
         self.visit = visit
         self.past = past
         self.slot = -1  # where its numbers are; -1: nowhere, as it is empty
-        self.waiting_count = 0.0
+        self.waiting_count = 0
         """Blocks that have not been used since, here or as ghosts; those whose end is unknown are taken out."""
-        self.reused_count = 0.0
+        self.reused_count = 0

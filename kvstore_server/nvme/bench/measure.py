@@ -190,7 +190,7 @@ def _settings(config: NvmeConfig) -> NvmeSettings:
         geometry=_geometry(config),
         free_reserve_bytes=lambda _: 0,
         admission=Admission(policy="all", write_budget_bytes_per_day=None),
-        policy="lru",
+        policy="phix",
         batch_count=config.demote_batch,
         io_threads=config.io_threads,
         is_synced=config.sync == "data",

@@ -51,7 +51,10 @@ def recovery_times_s(
         gc.collect()  # a daemon that starts has nothing else in memory
         started_s = time.perf_counter()
         opened = open_folder(
-            folder, geometry=geometry, admission=Admission(policy="all", write_budget_bytes_per_day=None)
+            folder,
+            geometry=geometry,
+            admission=Admission(policy="all", write_budget_bytes_per_day=None),
+            policy="phix",
         )
         found_count = len(opened.disk.stored(scoped_id))
         times_s.append(time.perf_counter() - started_s)

@@ -30,7 +30,7 @@ _AWAITED_MAX = 1024
 """Requests that wait for their label (0.5 MB). Above 2.5 per second, some teach nothing."""
 _FADE_PER_REQUEST = 0.993 ** (1 / 50)
 """What is older than 7000 requests has lost two thirds of its weight."""
-_REFRESH_REQUESTS_MIN, _REFRESH_REQUESTS_MAX = 10, 400
+_REFRESH_REQUESTS_MIN, _REFRESH_REQUESTS_MAX = 10, 200
 _COHORTS_PER_REQUEST = 20
 """Refreshing goes over all cohorts: so many, at most, per request."""
 
@@ -214,7 +214,7 @@ class Learner:
         live = np.flatnonzero(self._is_live)
         if len(live):
             self._reckon(live)
-        pause = min(max(self._request_count // 8, _REFRESH_REQUESTS_MIN), _REFRESH_REQUESTS_MAX)
+        pause = min(max(self._request_count // 4, _REFRESH_REQUESTS_MIN), _REFRESH_REQUESTS_MAX)
         self._next_refresh = self._request_count + max(pause, len(active) // _COHORTS_PER_REQUEST)
 
     def _count_time(self, classes: NDArray[np.int64], born_s: Floats, until_s: Floats, counts: Floats) -> None:

@@ -22,6 +22,12 @@ _BLOCKS_MAX = 1 << 18
 """Remembered of a namespace: 2 MiB, and a second of prompts of 16k tokens at 256 a second."""
 
 
+_BLOCKS_PER_ACCESS_MIN = 8
+"""That each counts for in an answer: what else it tells takes as much room."""
+_ACCESSES_MAX = 1 << 15
+"""Likewise, however few blocks they have: some 10 MiB."""
+
+
 class Taken(NamedTuple):
     accesses: tuple[Access, ...]
     last_number: int
@@ -79,8 +85,9 @@ class AccessLog:
         )
         watch.last_number += 1
         watch.block_count += len(hashes)
-        while watch.block_count > _BLOCKS_MAX and len(watch.accesses) > 1:
-            watch.block_count -= _block_count(watch.accesses.popleft())
+        accesses = watch.accesses
+        while (watch.block_count > _BLOCKS_MAX or len(accesses) > _ACCESSES_MAX) and len(accesses) > 1:
+            watch.block_count -= _block_count(accesses.popleft())
 
     def take(self, namespace_id: ScopedId, *, after_number: int, uptime_s: float) -> Taken:
         """What has come behind a number, and may be forgotten then; 0: from now on."""
@@ -113,7 +120,7 @@ def _bounded(accesses: Iterable[Access]) -> Iterable[Access]:
     """As many from the start as fit into an answer; one in any case."""
     room = ACCESS_BLOCKS_MAX
     for index, access in enumerate(accesses):
-        room -= _block_count(access)
+        room -= max(_block_count(access), _BLOCKS_PER_ACCESS_MIN)
         if room < 0 and index:
             return
         yield access

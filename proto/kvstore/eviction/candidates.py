@@ -17,6 +17,8 @@ _DONE_LEVEL = -2 * PRIORITY_MAX - 1
 _GRACE_LEVEL = 1
 _PRIORITY_LASTS_S = 3600.0
 """A priority above 0 counts for so long without use: longer than nearly all pauses in a session (p90: half an hour)."""
+_LAPSES_MAX = 1024
+"""Per search: some 5 ms. The oldest come first, so that there is enough to choose from."""
 _STALE_ENTRIES_MAX = 1024
 
 
@@ -129,6 +131,8 @@ class Candidates(Generic[Key]):
             _, _, run, use = deadlines[0]
             if run.level is None or run.use is not use:
                 heapq.heappop(deadlines)
+                if run.watched is use:
+                    run.watched = None
             elif run.keys[-1] in self._hold_counts:
                 self._park(run)
             else:
@@ -161,7 +165,10 @@ class Candidates(Generic[Key]):
     def _let_levels_lapse(self, now_s: float) -> None:
         for level, queue in self._queues.items():
             lasts_s = self.ranking.grace_s if level == _GRACE_LEVEL else _PRIORITY_LASTS_S
-            while level > 0 and (run := queue.first()) is not None and run.use.now_s + lasts_s <= now_s:
+            for _ in range(_LAPSES_MAX if level > 0 else 0):
+                run = queue.first()
+                if run is None or run.use.now_s + lasts_s > now_s:
+                    break
                 queue.discard(run)
                 run.level = 0
                 self.ranking.add(run)
@@ -177,10 +184,13 @@ class Candidates(Generic[Key]):
         self._parked.add(run.keys[-1])
 
     def _watch(self, run: Run[Key], deadline_s: float) -> None:
+        if run.watched is run.use:
+            return
+        run.watched = run.use
         self._pushes += 1
         heapq.heappush(self._deadlines, (deadline_s, self._pushes, run, run.use))
         if len(self._deadlines) > self._deadline_count_max:
-            self._deadlines = [one for one in self._deadlines if one[2].level is not None and one[2].use is one[3]]
+            self._deadlines = [one for one in self._deadlines if one[2].keys and one[2].use is one[3]]
             heapq.heapify(self._deadlines)
             self._deadline_count_max = 2 * len(self._deadlines) + _STALE_ENTRIES_MAX
 

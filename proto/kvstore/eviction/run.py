@@ -16,7 +16,7 @@ class Run(Generic[Key]):
     A run without keys is dead: it was emptied, or its blocks went over to another.
     """
 
-    __slots__ = ("child_count", "entry", "keys", "level", "mark", "parent", "use", "use_base", "use_counts")
+    __slots__ = ("child_count", "entry", "keys", "level", "mark", "parent", "use", "use_base", "use_counts", "watched")
 
     def __init__(
         self, keys: list[Key], *, parent: Key | None, use: Use, mark: Any, use_counts: list[int], use_base: int = 0
@@ -31,6 +31,7 @@ class Run(Generic[Key]):
         self.use_base = use_base
         self.level: int | None = None  # of the candidates that it is among; None: it is none
         self.entry: tuple[Any, ...] | None = None  # in the queue that it is in
+        self.watched: Use | None = None  # whose end is waited for
 
     def __len__(self) -> int:
         return len(self.keys)

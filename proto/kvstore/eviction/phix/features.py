@@ -17,7 +17,7 @@ _TURNS = len(_TURN_BOUNDS) + 1
 _SIZES = 32
 _GAPS = 12
 _DEPTHS = 8
-_USES = 4
+_USES = 6
 _BLOCK_GAPS = 9
 
 _SIZE_OF = (
@@ -42,7 +42,7 @@ _AT = tuple(sum(_SIZE_OF[:index]) for index in range(len(_SIZE_OF)))
 FEATURE_COUNT = sum(_SIZE_OF)
 _BITS_OF_BLOCKS = _SIZES // 2
 """Sizes that are known in tokens come first in their table, those in blocks after them."""
-_USES_BOUNDS = (1, 2, 4)
+_USES_BOUNDS = (1, 2, 4, 8, 16)
 _BLOCK_GAP_BOUNDS_S = (1.0, 3.0, 8.0, 20.0, 50.0, 120.0, 300.0)
 
 PRIORS = {_AT[9] + HINT_GONE: -1.4, _AT[9] + HINT_BACK: 1.4}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from typing import Generic
 
 import numpy as np
@@ -11,41 +12,45 @@ from kvstore.eviction.phix.learner import Learner
 from kvstore.eviction.run import Run
 from kvstore.eviction.use import Key
 
-_PAUSE_REQUESTS_MIN = 8
 _RUNS_PER_REQUEST = 8
-"""Sorting costs 5 µs per request. Meanwhile an eighth of the candidates leaves at most, so orders are young."""
+"""Valued anew: an eighth of the candidates leaves at most until all have been, so what is known of them is young."""
+_BATCH_MIN = 256
+_BATCH_MAX = 4096
+"""At once: some 5 ms."""
 _STALE_ENTRIES_MAX = 1024
+
+_Entry = tuple[float, int, int, Run[Key]]
 
 
 class WorthQueue(Generic[Key]):
     """Runs by worth, then by the number of their use.
 
-    All are sorted anew after a number of requests; those that come in between are placed by their worth of then. What
-    is discarded leaves its entry behind, which is known by not being the run's own any more.
+    All are valued again and again, some with each request, in the order in which they came; in between they are placed
+    by their worth of then. What is discarded leaves its entries behind, which are known by not being the run's own.
     """
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
-        self._sorted: list[tuple[float, int, int, Run[Key]]] = []  # the first one last
-        self._heap: list[tuple[float, int, int, Run[Key]]] = []
-        self._fresh: list[tuple[float, int, int, Run[Key]]] = []  # their worth is not known yet
+        self._heap: list[_Entry[Key]] = []
+        self._fresh: deque[_Entry[Key]] = deque()  # their worth is not known yet; the one that came first, first
+        self._ring: deque[_Entry[Key]] = deque()  # those of the heap, the one that was valued longest ago first
         self._count = 0
         self._pushes = 0
-        self._requests = 0
-        self._pause = 0
+        self._due = 0
+        """Runs that are to be valued anew."""
         self._is_lru = False
 
     def __len__(self) -> int:
         return self._count
 
     def note_request(self) -> None:
-        self._requests += 1
+        self._due += _RUNS_PER_REQUEST
 
     def follow_lru(self, is_lru: bool) -> None:
         """True: all are worth the same."""
         if is_lru != self._is_lru:
             self._is_lru = is_lru
-            self._requests = self._pause
+            self._due = max(self._due, self._count)
 
     def add(self, run: Run[Key]) -> None:
         assert run.entry is None, f"{run.keys} is in a queue already"
@@ -58,50 +63,49 @@ class WorthQueue(Generic[Key]):
         assert run.entry is not None, f"{run.keys} is in no queue"
         run.entry = None
         self._count -= 1
-        if len(self._fresh) + len(self._heap) + len(self._sorted) > 2 * self._count + _STALE_ENTRIES_MAX:
-            self._fresh = [entry for entry in self._fresh if entry[3].entry is entry]
-            self._sorted = [entry for entry in self._sorted if entry[3].entry is entry]
-            self._heap = [entry for entry in self._heap if entry[3].entry is entry]
-            heapq.heapify(self._heap)
+        if len(self._fresh) > 2 * self._count + _STALE_ENTRIES_MAX:
+            self._fresh = deque(entry for entry in self._fresh if entry[3].entry is entry)
 
     def first(self, *, now_s: float) -> Run[Key] | None:
-        if self._requests >= self._pause:
-            self._sort(now_s)
-        elif self._fresh:
-            self._place_fresh(now_s)
-        ordered, heap = self._sorted, self._heap
-        while ordered and ordered[-1][3].entry is not ordered[-1]:
-            ordered.pop()
+        while self._fresh:
+            self._place([self._fresh.popleft() for _ in range(min(len(self._fresh), _BATCH_MAX))], now_s)
+            if self._heap:  # of many that come at once, those that came first are enough to choose from
+                break
+        if self._due >= min(self._count, _BATCH_MIN):
+            self._value_some(now_s)
+        heap = self._heap
         while heap and heap[0][3].entry is not heap[0]:
             heapq.heappop(heap)
-        if ordered and (not heap or ordered[-1] < heap[0]):
-            return ordered[-1][3]
         return heap[0][3] if heap else None
 
-    def _place_fresh(self, now_s: float) -> None:
-        for entry in self._fresh:
-            _, number, push, run = entry
-            if run.entry is entry:
-                worth = 0.0 if self._is_lru else self._learner.worth(run.mark, now_s=now_s)
-                run.entry = placed = (worth, number, push, run)
-                heapq.heappush(self._heap, placed)
-        self._fresh.clear()
+    def _value_some(self, now_s: float) -> None:
+        wanted = min(self._due, self._count, _BATCH_MAX)
+        self._due = min(self._due - wanted, self._count)
+        ring = self._ring
+        oldest: list[_Entry[Key]] = []
+        while ring and len(oldest) < wanted:
+            entry = ring.popleft()
+            if entry[3].entry is entry:
+                oldest.append(entry)
+        self._place(oldest, now_s)
 
-    def _sort(self, now_s: float) -> None:
-        entries = [
-            entry for part in (self._sorted, self._heap, self._fresh) for entry in part if entry[3].entry is entry
-        ]
-        self._heap.clear()
-        self._fresh.clear()
-        self._requests, self._pause = 0, max(_PAUSE_REQUESTS_MIN, len(entries) // _RUNS_PER_REQUEST)
+    def _place(self, entries: list[_Entry[Key]], now_s: float) -> None:
+        """Puts runs where they belong by what they are worth now."""
+        entries = [entry for entry in entries if entry[3].entry is entry]
         if self._is_lru:
             worths = [0.0] * len(entries)
+        elif len(entries) < 8:  # where numpy costs more than it saves
+            worths = [self._learner.worth(entry[3].mark, now_s=now_s) for entry in entries]
         else:
             slots = np.array([entry[3].mark.slot for entry in entries], dtype=np.intp)
             worths = self._learner.worths(slots, now_s=now_s).tolist()
-        self._sorted = [
-            (worth, number, push, run) for worth, (_, number, push, run) in zip(worths, entries, strict=True)
-        ]
-        self._sorted.sort(reverse=True)
-        for entry in self._sorted:
-            entry[3].entry = entry
+        heap, ring = self._heap, self._ring
+        for worth, (_, number, push, run) in zip(worths, entries, strict=True):
+            run.entry = placed = (worth, number, push, run)
+            heapq.heappush(heap, placed)
+            ring.append(placed)
+        if len(heap) > 2 * self._count + _STALE_ENTRIES_MAX:
+            self._heap = [entry for entry in heap if entry[3].entry is entry]
+            heapq.heapify(self._heap)
+        if len(ring) > 2 * self._count + _STALE_ENTRIES_MAX:
+            self._ring = deque(entry for entry in ring if entry[3].entry is entry)

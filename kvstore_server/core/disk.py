@@ -167,13 +167,17 @@ class DiskCore:
 
     def touch(self, keys: Sequence[BlockKey], *, use: Use) -> None:
         """Counts this use of a chain given head first; blocks that are not here are passed over."""
-        if use.maker is self._evictor:
+        if self._evictor.made(use):
             self._evictor.touch_chain(keys, use=use)
 
     def describe(self, keys: Sequence[BlockKey], request: Request, *, now_s: float) -> None:
         """More is known of the request that used this chain last."""
         self._now_s = now_s
         self._evictor.describe(keys, request, now_s=now_s)
+
+    def last_use(self, key: BlockKey) -> Use | None:
+        """For which a block that is here was used last."""
+        return self._evictor.last_use(key) if key in self._evictor else None
 
     # --- writing
 
@@ -368,7 +372,7 @@ class DiskCore:
     def _use_of_writes(self, now_s: float) -> Use:
         """Blocks of a batch come at once, and for the same use, as far as is known here."""
         self._now_s = now_s
-        if self._writing_use is None or self._writing_use.now_s != now_s:
+        if self._writing_use is None or self._writing_use.now_s != now_s or not self._evictor.made(self._writing_use):
             self._writing_use = self._evictor.begin(NO_HINT, now_s=now_s, chain_blocks=1, matched_blocks=0)
         return self._writing_use
 
@@ -387,7 +391,7 @@ class DiskCore:
 
     def _own(self, use: Use | None) -> Use | None:
         """None, too, for one that was made before this tier was opened: it means nothing to this evictor."""
-        return use if use is not None and use.maker is self._evictor else None
+        return use if use is not None and self._evictor.made(use) else None
 
     def _refusal(self, key: BlockKey, *, use_count: int, use: Use | None, now_s: float) -> Refusal | None:
         entry = self._namespaces.get(key.namespace_id)

@@ -96,6 +96,7 @@ class _Session:
     """When it said it would be back."""
     check: int
     """Number of its entry in the queue."""
+    is_brought: bool = False
 
 
 class Returns:
@@ -148,6 +149,12 @@ class Returns:
         """It will not be back, as it says itself: nothing to learn."""
         self._sessions.pop(key, None)
 
+    def rest(self, key: SessionKey) -> None:
+        """Its prompt is being brought: once per absence, or what leaves unused would be brought again for ever."""
+        session = self._sessions.get(key)
+        if session is not None:
+            session.is_brought = True
+
     def due(self, *, now_s: float, count_max: int) -> list[Due]:
         """Up to so many prompts that are worth having in memory now; each is named again while that is so."""
         found: list[Due] = []
@@ -172,6 +179,8 @@ class Returns:
         return found
 
     def _is_due(self, session: _Session, *, now_s: float) -> bool:
+        if session.is_brought:
+            return False
         if session.expected_s is not None:
             return abs(now_s - session.expected_s) <= self._horizon_s
         gaps = self.gaps[session.finish]

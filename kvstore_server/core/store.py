@@ -138,6 +138,9 @@ class LowerTier(Protocol):
     def describe(self, keys: Sequence[BlockKey], request: Request, *, now_s: float) -> None:
         """More is known of the request that used this chain, given head first, last."""
 
+    def last_use(self, key: BlockKey) -> Use | None:
+        """For which a block that is there was used last; None: it is not there."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Reservation:
@@ -761,20 +764,27 @@ class StoreCore:
         parent_hashes: Sequence[BlockHash | None],
         now_s: float,
         may_lose: bool,
-        request: Request = NO_HINT,
+        request: Request | None = NO_HINT,
     ) -> list[Reservation | None]:
         """Takes a slot for each block, given head first, that comes from the lower tier; each owes an `end_promotion`.
 
         None: it is stored or pending already, or there was no room for it, as then for all that follow. They are
-        reservations of nobody's that end by no time and no owner, and count as such. A store that drains promotes, too:
-        it serves what it has to the end. Unless `may_lose`, what the lower tier wants departs rather than being dropped
+        reservations of nobody's that end by no time and no owner, and count as such. `request` is for whom they come;
+        None: for nobody yet, which is no use of them. A store that drains promotes, too: it serves what it has to the
+        end. Unless `may_lose`, what the lower tier wants departs rather than being dropped
         for this: there is room when it has.
         """
         self.now_s = now_s
         entry = self._entry(namespace_id)
         chain = [one for pair in zip(parent_hashes, hashes, strict=True) for one in pair if one is not None]
         # As in `reserve`: room for a chain is not to be made at the cost of its own head.
-        use = self._touch(namespace_id, list(dict.fromkeys(chain)), request=request, is_asked_for=False)
+        heads: list[BlockKey] = []
+        if request is not None:
+            use = self._touch(namespace_id, list(dict.fromkeys(chain)), request=request, is_asked_for=False)
+        else:
+            heads = [key for one in dict.fromkeys(chain) if (key := BlockKey(namespace_id, one)) in self._evictor]
+            self._evictor.hold(heads)
+            use = self._last_use_below(BlockKey(namespace_id, hashes[-1]), chain_blocks=len(hashes))
         reservations: list[Reservation | None] = []
         is_cut = False
         for block_hash, parent_hash in zip(hashes, parent_hashes, strict=True):
@@ -800,6 +810,7 @@ class StoreCore:
                     self._committing_count += 1
                     self.promotion_count += 1
             reservations.append(reservation)
+        self._evictor.unhold(heads)
         return reservations
 
     def end_promotion(self, outcomes: Iterable[tuple[Reservation, int | None]]) -> None:
@@ -956,6 +967,18 @@ class StoreCore:
             use.below = self.lower.begin_use(
                 request, now_s=now_s, chain_blocks=chain_blocks, matched_blocks=matched_blocks
             )
+        return use
+
+    def _last_use_below(self, key: BlockKey, *, chain_blocks: int) -> Use:
+        """What the lower tier knows of the last use of a block, in this tier's terms."""
+        below = None if self.lower is None else self.lower.last_use(key)
+        use = self._evictor.begin(
+            NO_HINT if below is None else below.request,
+            now_s=self.now_s,
+            chain_blocks=chain_blocks,
+            matched_blocks=0,
+        )
+        use.below = below
         return use
 
     def _touch_keys(self, keys: list[BlockKey], *, use: Use) -> None:

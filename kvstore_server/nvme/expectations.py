@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvstore.eviction import Request
 from kvstore.keys import BlockHash
 from kvstore_server.core.returns import Returns, SessionKey
-from kvstore_server.core.tenants import ScopedId
+from kvstore_server.core.tenants import ScopedId, Tenant, tenant_of
 from kvstore_server.nvme.parts import Parts
 from kvstore_server.nvme.promotion import Promotion
 
@@ -23,13 +23,14 @@ class Expectations:
     def __init__(self, parts: Parts, promotion: Promotion) -> None:
         self._parts = parts
         self._promotion = promotion
-        self._returns = Returns()
+        self._returns: dict[Tenant, Returns] = {}
+        """Of each tenant its own: what one's sessions do says nothing of another's."""
 
     def asked(self, namespace_id: ScopedId, request: Request) -> None:
         """A request of a session looks for its prompt, or uses it."""
         if request.session_id is not None:
             key = SessionKey(namespace_id, request.session_id)
-            self._returns.come(key, turn=request.turn, now_s=self._parts.clock())
+            self._of(namespace_id).come(key, turn=request.turn, now_s=self._parts.clock())
 
     def ended(self, namespace_id: ScopedId, hashes: Sequence[BlockHash], request: Request) -> None:
         """A request has brought blocks, given head first, or has told more of itself: as far as is known it is over."""
@@ -37,9 +38,9 @@ class Expectations:
             return
         key = SessionKey(namespace_id, request.session_id)
         if request.is_done:
-            self._returns.end(key)
+            self._of(namespace_id).end(key)
             return
-        self._returns.leave(
+        self._of(namespace_id).leave(
             key,
             hashes[-1],
             turn=request.turn,
@@ -50,10 +51,14 @@ class Expectations:
 
     def tick(self) -> None:
         """Begins what is due; to be called about every second."""
-        for due in self._returns.due(now_s=self._parts.clock(), count_max=_PROMPTS_AT_ONCE):
-            chain = self._missing_chain(due.key.namespace_id, due.tail)
-            if chain:
-                self._promotion.prefetch(due.key.namespace_id, chain, budget_bytes=0)
+        for returns in self._returns.values():
+            for due in returns.due(now_s=self._parts.clock(), count_max=_PROMPTS_AT_ONCE):
+                chain = self._missing_chain(due.key.namespace_id, due.tail)
+                if chain and self._promotion.prefetch(due.key.namespace_id, chain, budget_bytes=0).started_count:
+                    returns.rest(due.key)
+
+    def _of(self, namespace_id: ScopedId) -> Returns:
+        return self._returns.setdefault(tenant_of(namespace_id), Returns())
 
     def _missing_chain(self, namespace_id: ScopedId, tail: BlockHash) -> list[BlockHash]:
         """The blocks up from this one that only the disk has, head first. Memory has what is above those it has."""

@@ -201,7 +201,7 @@ class Promotion:
         if chosen:
             size_bytes = len(chosen) * block_bytes
             self._prefetching_bytes += size_bytes
-            begun = self.start(namespace_id, chosen, may_lose=False)
+            begun = self.start(namespace_id, chosen, may_lose=False, request=None)
             keys = [BlockKey(namespace_id, one) for one in chosen]
             parts.store.prefetches.begin([key for key in keys if key in self._loading])
             parts.spawn(self._prefetched(begun, size_bytes), at=DiskWork.READING)
@@ -223,7 +223,7 @@ class Promotion:
         self._prefetching_bytes -= size_bytes
 
     def start(
-        self, namespace_id: ScopedId, hashes: Sequence[BlockHash], *, may_lose: bool, request: Request = NO_HINT
+        self, namespace_id: ScopedId, hashes: Sequence[BlockHash], *, may_lose: bool, request: Request | None = NO_HINT
     ) -> list[Loading]:
         """Begins to read what is only on the disk; returns what there is to wait for."""
         parts = self._parts
@@ -245,7 +245,7 @@ class Promotion:
         return waited_for
 
     def _begin(
-        self, namespace_id: ScopedId, hashes: Sequence[BlockHash], *, may_lose: bool, request: Request
+        self, namespace_id: ScopedId, hashes: Sequence[BlockHash], *, may_lose: bool, request: Request | None
     ) -> list[Loading]:
         parts = self._parts
         held = [parts.disk.begin_read(BlockKey(namespace_id, block_hash)) for block_hash in hashes]

@@ -73,6 +73,9 @@ class NvmeTier:
     def describe(self, keys: Sequence[BlockKey], request: Request, *, now_s: float) -> None:
         self._parts.disk.describe(keys, request, now_s=now_s)
 
+    def last_use(self, key: BlockKey) -> Use | None:
+        return self._parts.disk.last_use(key)
+
     # --- what the service asks
 
     def open(self, namespace_id: ScopedId) -> None:

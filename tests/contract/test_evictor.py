@@ -155,8 +155,9 @@ class EvictorMachine(RuleBasedStateMachine):
 
     @rule(chain=st.lists(keys, min_size=1, max_size=4), request=requests)
     def describe(self, chain: list[int], request: Request) -> None:
-        self.evictor.describe(chain, request, now_s=self.now_s)
         here = [key for key in chain if key in self.model.blocks]
+        before = self.model.blocks[here[-1]].request if here else NO_HINT
+        self.evictor.describe(chain, request, now_s=self.now_s)
         if not here:
             return
         # All blocks of a run are described when one is; which those are is seen here by the runs' requests.
@@ -164,6 +165,11 @@ class EvictorMachine(RuleBasedStateMachine):
             block.use = self.evictor._tree.run_of(block.key).use
             block.request = block.use.request
         last = self.model.blocks[here[-1]].request
+        is_of_another = None not in (request.session_id, before.session_id) and request.session_id != before.session_id
+        is_of_another_turn = None not in (request.turn, before.turn) and request.turn != before.turn
+        if is_of_another or (is_of_another_turn and None not in (request.session_id, before.session_id)):
+            assert last == before
+            return
         assert last.is_done == (last.is_done or request.is_done)
         assert request.finish in (Finish.UNKNOWN, last.finish)
         assert request.priority in (0, last.priority)
@@ -640,6 +646,54 @@ def test_what_is_told_later_counts_for_the_last_use_and_is_none_itself(policy: s
     assert tier.pop(1) == ["b"], "of what others have used since, nothing was told"
     tier.evictor.describe(["nowhere"], Request(priority=-1), now_s=tier.now_s)
     assert "c" in tier.evictor
+
+
+def test_what_a_session_tells_is_of_all_blocks_that_it_used_last_and_of_no_other_sessions(tier: Tier) -> None:
+    mine = Request(session_id=1, turn=2)
+    tier.insert("a", "b", request=mine)
+    tier.insert("c", "d", parent="b", request=mine)  # as an engine stores: in parts
+    tier.insert("other", parent="b", request=Request(session_id=2, turn=2))
+    tier.evictor.describe(["a", "b", "c", "d"], Request(session_id=1, turn=2, priority=-1), now_s=tier.now_s)
+    tier.evictor.describe(["a", "b", "other"], Request(session_id=3, priority=-2), now_s=tier.now_s)
+    priorities = {key: tier.evictor.last_use(key).request.priority for key in ("a", "b", "c", "d", "other")}
+    assert priorities == {"a": -1, "b": -1, "c": -1, "d": -1, "other": 0}
+
+
+def test_a_time_to_live_that_is_told_later_runs_from_then(tier: Tier) -> None:
+    """Kind of fault: a lookup with a short one found blocks that were idle for longer, and took them with it."""
+    tier.insert("a")
+    tier.now_s += 600.0
+    tier.evictor.describe(["a"], Request(ttl_s=300.0), now_s=tier.now_s)
+    assert tier.evictor.expired(now_s=tier.now_s + 299.0, count_max=9) == []
+    assert tier.evictor.expired(now_s=tier.now_s + 301.0, count_max=9) == ["a"]
+
+
+def test_blocks_with_a_time_to_live_cost_one_entry_however_often_they_are_passed_over(policy: str) -> None:
+    tier = Tier(policy)
+    for number in range(2_000):
+        tier.insert(f"kept {number}", request=Request(ttl_s=1e6))
+    for _ in range(10):
+        assert tier.pop(1, may_evict=lambda _: False) == []
+    assert len(tier.evictor._candidates._deadlines) == 2_000
+
+
+def test_what_is_in_no_order_is_cut_into_a_bounded_number_of_parts(policy: str) -> None:
+    tier = Tier(policy)
+    chain = [f"{number}" for number in range(8_000)]
+    tier.insert(*chain)
+    random.Random(3).shuffle(chain)
+    tier.touch(*chain)
+    assert sum(1 for _ in tier.evictor._tree.runs()) < 3_000
+    tier.evictor.check_invariants()
+
+
+def test_a_capacity_that_becomes_known_before_there_are_blocks_is_the_policys_from_the_start() -> None:
+    late: Evictor[str] = Evictor("phix", capacity_blocks=1)
+    late.capacity_blocks = 100_000
+    known: Evictor[str] = Evictor("phix", capacity_blocks=100_000)
+    assert late.figures() == known.figures()
+    foreign = Evictor[str]("phix", capacity_blocks=1).begin(NO_HINT, now_s=0.0, chain_blocks=1, matched_blocks=0)
+    assert not late.made(foreign)
 
 
 def test_a_higher_priority_stays_longer(tier: Tier) -> None:

@@ -102,6 +102,17 @@ def test_who_is_back_or_done_is_not_due(how: str) -> None:
     assert len(returns) == 0
 
 
+def test_what_was_brought_once_is_not_brought_again_before_the_session_was_back() -> None:
+    returns = Returns()
+    returns.leave(key(), TAIL, expected_return_s=10, now_s=0.0)
+    assert returns.due(now_s=10.0, count_max=9)
+    returns.rest(key())
+    assert dues(returns, from_s=10.0, until_s=60.0) == []
+    returns.come(key(), now_s=61.0)
+    returns.leave(key(), TAIL, expected_return_s=10, now_s=62.0)
+    assert dues(returns, from_s=62.0, until_s=80.0)
+
+
 def test_a_turn_that_asks_twice_is_not_back() -> None:
     returns = Returns()
     returns.leave(key(), TAIL, turn=2, expected_return_s=10, now_s=0.0)

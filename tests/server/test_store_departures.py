@@ -77,6 +77,9 @@ class FakeLower:
     def describe(self, keys: Sequence[BlockKey], request: Request, *, now_s: float) -> None:
         self.described.append((request, [number_of(key) for key in keys]))
 
+    def last_use(self, key: BlockKey) -> Use | None:
+        return None
+
     def wants(self, key: BlockKey, *, use_count: int, use: Use | None, now_s: float) -> bool:
         assert use is not None
         assert use.maker is self, "a use of memory's"
@@ -854,6 +857,20 @@ def test_both_tiers_hear_of_each_use_and_of_what_is_told_later() -> None:
     for departure in core.take_departures():
         assert departure.use is not None
         assert (departure.use.maker, departure.use.request, departure.use.now_s) == (lower, request, 3.0)
+
+
+def test_what_is_brought_ahead_is_no_use_of_it() -> None:
+    core, lower = make()
+    put(core, 1)
+    lower.touched.clear()
+    [reservation] = core.begin_promotion(
+        SMALL.id, hashes(2), parent_hashes=hashes(1), now_s=5.0, may_lose=False, request=None
+    )
+    assert reservation is not None
+    core.end_promotion([(reservation, reservation.block_bytes_max)])
+    assert lower.touched == []
+    assert uses(core, 1) == [1]
+    core.check_invariants()
 
 
 def test_a_block_that_is_wanted_does_not_go_down_without_those_before_it() -> None:

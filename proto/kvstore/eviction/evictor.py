@@ -55,15 +55,19 @@ class Evictor(Generic[Key]):
         if capacity_blocks < 1:
             raise InvalidArgumentError.of("capacity_blocks", capacity_blocks, "1 or more")
         self.policy = policy
-        self._ranking: Ranking[Key] = _ranking(policy, capacity_blocks)
-        self._candidates: Candidates[Key] = Candidates(self._ranking)
-        self._tree: PrefixTree[Key] = PrefixTree(self._candidates)
+        self._start(capacity_blocks)
         self._refusal_count_max = refusal_count_max
         self._now_s = float("-inf")
         self._use_number = 0
         self._evicted_count = 0
         self._expired_count = 0
         self._bypassed_count = 0
+
+    def _start(self, capacity_blocks: int) -> None:
+        self._maker = object()
+        self._ranking: Ranking[Key] = _ranking(self.policy, capacity_blocks)
+        self._candidates: Candidates[Key] = Candidates(self._ranking)
+        self._tree: PrefixTree[Key] = PrefixTree(self._candidates)
 
     def __len__(self) -> int:
         return len(self._tree)
@@ -73,12 +77,18 @@ class Evictor(Generic[Key]):
 
     @property
     def capacity_blocks(self) -> int:
-        """What the policy reckons with; who counts in bytes says so when it knows better."""
+        """What the policy reckons with; who counts in bytes says so when it knows better.
+
+        A policy makes its tables for it once: it has to be told before there are blocks.
+        """
         return self._ranking.capacity_blocks
 
     @capacity_blocks.setter
     def capacity_blocks(self, count: int) -> None:
-        self._ranking.capacity_blocks = max(count, 1)
+        if self._tree or max(count, 1) == self.capacity_blocks:
+            self._ranking.capacity_blocks = max(count, 1)
+        else:
+            self._start(max(count, 1))
 
     # --- use
 
@@ -94,10 +104,14 @@ class Evictor(Generic[Key]):
             now_s=self._now_s,
             chain_blocks=chain_blocks,
             matched_blocks=matched_blocks,
-            maker=self,
+            maker=self._maker,
         )
         self._ranking.begin(use)
         return use
+
+    def made(self, use: Use) -> bool:
+        """Whether a use is of this evictor, and means something to its policy."""
+        return use.maker is self._maker
 
     def touch_chain(self, chain: Iterable[Key], *, use: Use) -> None:
         """Counts one use of blocks given head first; blocks that are not here are passed over.
@@ -120,34 +134,42 @@ class Evictor(Generic[Key]):
     def describe(self, chain: Sequence[Key], request: Request, *, now_s: float) -> None:
         """More is known of the request that used this chain last: what `request` says replaces what it said before.
 
-        It holds for blocks that nobody has used since, and counts as no use.
+        It holds for blocks that nobody has used since, and counts as no use. Where it names a session, it holds for the
+        blocks that this session's same turn was the last to use, in however many uses, and for no other session's; else
+        for those of the use that used the end of the chain. A time to live is counted from now.
         """
         _check(request)
-        self._now_s = max(self._now_s, now_s)
-        runs = list(filter(None, map(self._tree.find, chain)))
-        if not runs:
-            return
-        was = runs[-1].use
+        self._now_s = self._candidates.now_s = max(self._now_s, now_s)
+        found = list(filter(None, map(self._tree.find, chain)))
+        last_use = found[-1].use if found else None
+        runs = list(dict.fromkeys(found))
         told = {one.name: getattr(request, one.name) for one in fields(request)}
         known = {name: value for name, value in told.items() if value != getattr(NO_HINT, name)}
-        use = Use(
-            was.number,
-            replace(was.request, **known),
-            now_s=was.now_s,
-            chain_blocks=was.chain_blocks,
-            matched_blocks=was.matched_blocks,
-            mark=was.mark,
-            maker=self,
-            below=was.below,
-        )
-        self._ranking.describe(use, was=was)
-        for run in dict.fromkeys(runs):
-            if run.use is not was:
+        later: dict[Use, Use] = {}
+        for was in dict.fromkeys(run.use for run in runs):
+            if not _is_of(was, request, is_last=was is last_use):
+                continue
+            if request.ttl_s is not None:
+                known["ttl_s"] = request.ttl_s + self._now_s - was.now_s
+            use = later[was] = Use(
+                was.number,
+                replace(was.request, **known),
+                now_s=was.now_s,
+                chain_blocks=was.chain_blocks,
+                matched_blocks=was.matched_blocks,
+                mark=was.mark,
+                maker=self._maker,
+                below=was.below,
+            )
+            self._ranking.describe(use, was=was)
+        for run in runs:
+            use_now = later.get(run.use)
+            if use_now is None:
                 continue
             is_candidate = run.level is not None
             self._candidates.withdraw(run)
-            self._ranking.described(run, use=use)
-            run.use = use
+            self._ranking.described(run, use=use_now)
+            run.use = use_now
             if is_candidate:
                 self._candidates.offer(run)
 
@@ -199,7 +221,9 @@ class Evictor(Generic[Key]):
         """
         first = self.begin(NO_HINT, now_s=now_s, chain_blocks=len(keys), matched_blocks=0)
         uses = (
-            Use(number, NO_HINT, now_s=first.now_s, chain_blocks=0, matched_blocks=0, mark=first.mark, maker=self)
+            Use(
+                number, NO_HINT, now_s=first.now_s, chain_blocks=0, matched_blocks=0, mark=first.mark, maker=self._maker
+            )
             for number in count_from(first.number)
         )
         runs = self._tree.restore(keys, parents, uses)
@@ -375,6 +399,14 @@ def _ranking(policy: str, capacity_blocks: int) -> Ranking[Key]:
             return Phix(capacity_blocks=capacity_blocks, make_lru=lambda count: Evictor("lru", capacity_blocks=count))
         case _:
             raise InvalidArgumentError.of("policy", policy, ", ".join(POLICIES))
+
+
+def _is_of(use: Use, request: Request, *, is_last: bool) -> bool:
+    """Whether what a request tells is of this use."""
+    if request.session_id is None or use.request.session_id is None:
+        return is_last
+    is_same_turn = request.turn is None or use.request.turn is None or request.turn == use.request.turn
+    return request.session_id == use.request.session_id and is_same_turn
 
 
 def _check(request: Request) -> None:

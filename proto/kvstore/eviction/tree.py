@@ -12,6 +12,8 @@ from kvstore.eviction.use import NO_HINT, Key, Use
 
 RUN_BLOCKS_MAX = 512
 """Longest run: finding a block in one and cutting it take up to 10 µs, and longer chains are rows of runs."""
+_PARTS_MAX = 1024
+"""Twice as many as a chain of half a million blocks has runs."""
 _ANCESTORS_MAX = 2048
 """Runs that are walked up to look for a ring: a third of a millisecond."""
 
@@ -161,11 +163,14 @@ class PrefixTree(Generic[Key]):
             self._meet_children(tail)
 
     def parts_of(self, chain: list[Key]) -> list[Run[Key]]:
-        """Runs that have exactly those blocks of a chain, given head first, that are here; cuts where need be."""
+        """Runs that have exactly those blocks of a chain, given head first, that are here; cuts where need be.
+
+        Of what is in no order, and so is no chain, only the first so many parts: each costs a cut.
+        """
         at, start, stop = self._at, 0, len(chain)
         runs: list[Run[Key]] = []
         found_count = 0
-        while start < stop:
+        while start < stop and len(runs) < _PARTS_MAX:
             key = chain[start]
             run = at.get(key)
             if run is None:

@@ -56,7 +56,7 @@ NO_HINT = Request()
 class Use:
     """One use of a chain, made by `Evictor.begin`; later ones have higher numbers.
 
-    `mark` is the policy's own: what it derived from the request, and `maker` the evictor that made it. `below` is the
+    `mark` is the policy's own: what it derived from the request, and `maker` tells who made it. `below` is the
     same use as the tier below made it, for blocks that go down one day. `chain_blocks` and `matched_blocks` say how
     long the request's chain is and how much of it was here.
     """

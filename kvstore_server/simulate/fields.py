@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -38,7 +38,7 @@ class Line:
     def parse(cls, path: str, number: int, text: str) -> Line:
         try:
             fields = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # ValueError: of a number with thousands of digits, too
             raise InvalidArgumentError(f"{path}, line {number} is no JSON: {error}") from error
         if not isinstance(fields, dict):
             raise InvalidArgumentError.of(f"{path}, line {number}", fields, "a JSON object")
@@ -68,7 +68,7 @@ class Line:
     def number_of(self, field: str) -> float:
         """A number of 0 or more."""
         value = self.fields.get(field)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
             raise self.wrong(field, "a number of 0 or more")
         return float(value)
 

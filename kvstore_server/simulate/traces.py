@@ -24,6 +24,8 @@ _GZIP_MAGIC = b"\x1f\x8b"
 _MOONCAKE_TOKENS_PER_BLOCK = 512
 _BLOCKS_MAX = 1 << 26
 """Of a whole trace: they are numbered in memory, at 40 bytes each."""
+_CHAIN_BLOCKS_MAX = 1 << 20
+"""Of one prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +230,10 @@ def _spans_of(line: Line, field: str) -> tuple[Span, ...]:
     if field == "hash_ids":
         return tuple(as_spans(line.integers(field, high=_BLOCKS_MAX)))
     value = line.fields[field]
-    allowed = f"[[first, count], ...] of block numbers below {_BLOCKS_MAX}, with counts of 1 or more"
+    allowed = (
+        f"[[first, count], ...] of block numbers below {_BLOCKS_MAX}, with counts of 1 or more, "
+        f"at most {_CHAIN_BLOCKS_MAX} in all"
+    )
     if value == []:
         return ()
     try:
@@ -242,6 +247,7 @@ def _spans_of(line: Line, field: str) -> tuple[Span, ...]:
         or spans[:, 1].min() < 1
         or spans.max() > _BLOCKS_MAX
         or spans.sum(axis=1).max() > _BLOCKS_MAX
+        or spans[:, 1].sum() > _CHAIN_BLOCKS_MAX
     ):
         raise line.wrong(field, allowed)
     return tuple((first, count) for first, count in value)

@@ -163,6 +163,9 @@ def test_a_tokenizer_reads_texts_and_conversations_and_a_wrong_one_is_named(tmp_
         ((HEAD, line([[0, 0]], tokens=5)), r"line 2: hash_runs is \[\[0, 0\]\]"),
         ((HEAD, line([[0, 10**12]], tokens=5)), "line 2: hash_runs is"),
         ((HEAD, line([[0, 0.5]], tokens=5)), "line 2: hash_runs is"),
+        ((HEAD, line([[0, 1 << 19]] * 3, tokens=5)), "line 2: hash_runs is .*at most 1048576 in all"),
+        ((HEAD, line([[0, 1]], tokens=5, at_ms=10**400)), "line 2: timestamp is"),
+        (('{"token_ids": [' + "1" * 5000 + "]}",), "line 1 is no JSON"),
         ((HEAD, line([[1, 1]], tokens=5)), "line 2: hash_runs .* 0 is the next new one"),
         (
             (HEAD, line([[0, 2]], tokens=20), line([[1, 1]], tokens=9)),

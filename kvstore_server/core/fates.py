@@ -33,9 +33,9 @@ class Fates:
 
     def __init__(self, *, table_bits: int = _TABLE_BITS) -> None:
         self._shift = np.uint64(64 - table_bits)
-        # Pages that nothing falls into take no memory.
-        self._keys: NDArray[np.uint64] = np.zeros(1 << table_bits, dtype=np.uint64)
-        self._fates: NDArray[np.uint8] = np.zeros(1 << table_bits, dtype=np.uint8)
+        # Written to at once, so that all memory that it will ever take is there from the start.
+        self._keys: NDArray[np.uint64] = np.full(1 << table_bits, 0, dtype=np.uint64)
+        self._fates: NDArray[np.uint8] = np.full(1 << table_bits, 0, dtype=np.uint8)
 
     def note(self, keys: Keys, fate: Fate) -> None:
         places = self._places(keys)

@@ -156,7 +156,7 @@ class Returns:
             session.is_brought = True
 
     def due(self, *, now_s: float, count_max: int) -> list[Due]:
-        """Up to so many prompts that are worth having in memory now; each is named again while that is so."""
+        """Up to so many prompts that are worth having in memory now; each is named again until it `rest`s."""
         found: list[Due] = []
         for _ in range(_LOOKS_MAX):
             if not self._queue or self._queue[0][0] > now_s or len(found) == count_max:

@@ -166,6 +166,20 @@ def test_a_full_table_of_ghosts_says_whose_place_was_taken() -> None:
         assert min(numbers) >= 0
 
 
+def test_places_of_ghosts_are_freed_in_turn() -> None:
+    ghosts = GhostTable(size_min=64)
+    assert ghosts.sweep(50) == []
+    count, displaced = ghosts.put(range(200), 5)
+    left_count = count - len(displaced)
+    assert left_count == len(ghosts) > 20
+    swept = [number for _ in range(3) for number in ghosts.sweep(20)]
+    assert 0 < len(swept) < left_count
+    assert len(ghosts) == left_count - len(swept)
+    swept += [number for _ in range(3) for number in ghosts.sweep(60)]
+    assert swept == [5] * left_count
+    assert len(ghosts) == len(ghosts.take(range(200))) == 0
+
+
 def test_one_of_so_many_sessions_is_sampled() -> None:
     for count in (4, 16):
         assert 0.8 / count < sum(is_one_of(count, number) for number in range(20_000)) / 20_000 < 1.2 / count
@@ -273,6 +287,21 @@ def test_what_is_remembered_is_bounded() -> None:
     assert 25_000 < figures["ghost_count"] <= 32_768
     assert figures["session_count"] <= 1024
     assert figures["cohort_count"] <= 6000
+
+
+def test_requests_of_one_block_have_a_bounded_number_of_cohorts() -> None:
+    traffic = Traffic(capacity_blocks=64)
+    for _ in range(40_000):
+        (key,) = traffic.new_chain(1)
+        traffic.now_s += 1.5
+        use = traffic.evictor.begin(NO_HINT, now_s=traffic.now_s, chain_blocks=1, matched_blocks=0)
+        traffic.evictor.insert_chain([key], parent=None, use=use)
+        if len(traffic.evictor) > 64:
+            traffic.evictor.pop_coldest(goal_bytes=1, size_bytes_of=one, now_s=traffic.now_s)
+    figures = traffic.evictor.figures().of_policy
+    assert 8000 < figures["cohort_count"] <= 64 + 8192 + 1
+    assert 7000 < figures["ghost_count"] <= 8192
+    traffic.evictor.check_invariants()
 
 
 @settings(max_examples=20)

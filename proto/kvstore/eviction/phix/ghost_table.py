@@ -28,6 +28,7 @@ class GhostTable:
         self._entries = array("Q", bytes(8 << (size_min - 1).bit_length()))  # print | number + 1; 0: free
         self._mask = len(self._entries) - 1
         self._count = 0
+        self._hand = 0
 
     def __len__(self) -> int:
         return self._count
@@ -48,6 +49,16 @@ class GhostTable:
             count += 1
         self._count += count - len(displaced)
         return count, displaced
+
+    def sweep(self, count: int) -> list[int]:
+        """Frees so many places, which come round in turn; returns the numbers that were there."""
+        start = self._hand
+        self._hand = stop = min(start + count, len(self._entries))
+        swept = [(entry & _SLOT_MASK) - 1 for entry in self._entries[start:stop] if entry]
+        self._entries[start:stop] = array("Q", bytes(8 * (stop - start)))
+        self._hand %= len(self._entries)
+        self._count -= len(swept)
+        return swept
 
     def take(self, keys: Sequence[object]) -> list[tuple[int, int]]:
         """Forgets those of these keys that are remembered: the index and the number of each."""

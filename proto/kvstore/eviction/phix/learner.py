@@ -79,7 +79,7 @@ class Learner:
     def place(self, visit: Visit) -> None:
         """All is known of a request that ever will, or more than before: its cohorts get their classes."""
         request = visit.request
-        is_new, visit.is_placed = not visit.is_placed, True
+        is_new = not visit.is_placed
         setting = Setting(features.turn_band(visit.turn), features.FINISHES[request.finish], features.hint_of(request))
         visit.setting = self._settings.setdefault(setting, setting)
         visit.score = self._model.score(visit.features)
@@ -88,7 +88,11 @@ class Learner:
             if cohort.slot >= 0:
                 self._class_of[cohort.slot] = self._class(cohort.visit, cohort.past)
         if is_new and len(self._awaited) < _AWAITED_MAX:
+            visit.is_awaited = True
             self._awaited.append(visit)
+        visit.is_placed = True
+        if not visit.is_awaited:
+            visit.features = ()
 
     # --- blocks
 
@@ -194,6 +198,7 @@ class Learner:
             self._model.learn(of_blocks, error=error)
         self._model.learn(visit.features, error=error_of_request)
         visit.features, visit.cohorts, visit.request = (), (), NO_HINT
+        visit.is_awaited = False
 
     def _refresh(self, now_s: float) -> None:
         """Books what has happened since the last time, and reckons the worth of all classes anew."""

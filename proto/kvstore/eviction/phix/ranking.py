@@ -19,6 +19,9 @@ from kvstore.eviction.use import Key, Use
 
 _GHOSTS_MIN = 32_768
 """Places for blocks that have left: so many (256 KiB), or as many as there are blocks."""
+_COHORTS_OF_GONE_MAX = 8192
+"""Requests with few blocks have a cohort (0.5 KiB) for nearly every ghost: so many more than blocks, no more."""
+_SWEPT_PER_GHOST = 8
 _LOOK_AHEAD = 8
 """Of eight keys none leaves a ghost once in 256 times."""
 _SESSIONS_MIN = 1024
@@ -154,9 +157,7 @@ class Phix(Ranking[Key]):
     def evicted(self, keys: Sequence[Key], run: Run[Key], *, now_s: float) -> None:
         cohort: Cohort = run.mark
         cohort.visit.left_count += len(keys)
-        count, displaced = self._ghosts.put(keys, cohort.slot)
-        self._learner.change(cohort, WEIGHT * count - len(keys))
-        self._forget(displaced)
+        self._leave_ghosts(keys, cohort)
 
     def removed(self, key: Key, run: Run[Key]) -> None:
         self._learner.forget(run.mark, 1)
@@ -291,9 +292,14 @@ class Phix(Ranking[Key]):
 
     def _haunt(self, keys: Sequence[Key], cohort: Cohort) -> None:
         self._learner.wait(cohort, len(keys))
+        self._leave_ghosts(keys, cohort)
+
+    def _leave_ghosts(self, keys: Sequence[Key], cohort: Cohort) -> None:
         count, displaced = self._ghosts.put(keys, cohort.slot)
         self._learner.change(cohort, WEIGHT * count - len(keys))
         self._forget(displaced)
+        if self._learner.cohort_count > self.capacity_blocks + _COHORTS_OF_GONE_MAX:
+            self._forget(self._ghosts.sweep(_SWEPT_PER_GHOST * count))
 
     def _forget(self, slots: Iterable[int]) -> None:
         for slot in slots:

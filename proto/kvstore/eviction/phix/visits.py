@@ -22,6 +22,7 @@ class Visit:
         "growth_blocks",
         "growth_tokens",
         "input_tokens",
+        "is_awaited",
         "is_placed",
         "is_sampled",
         "left_count",
@@ -47,6 +48,8 @@ class Visit:
         self.number = number
         self.now_s = now_s
         self.is_sampled = False
+        self.is_awaited = False
+        """It will be learned from when its label is known."""
         self.block_count = block_count
         """Full blocks of its chain."""
         self.left_count = 0

@@ -5,27 +5,38 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import takewhile
 from types import TracebackType
 
+from torch import Tensor
+
 from gpu_agent.arenas import ArenaRegistrar
+from gpu_agent.below import open_below
 from gpu_agent.config import AgentConfig
+from gpu_agent.core.layers import layer_groups
+from gpu_agent.core.link import LinkController
 from gpu_agent.core.pause import Pause
 from gpu_agent.core.planner import plan_copies
+from gpu_agent.core.scratch import plan_scratch
 from gpu_agent.core.table import Place
 from gpu_agent.device import CallerRows, Device, open_device
+from gpu_agent.fetch import Fetcher
 from gpu_agent.load import Loader
-from gpu_agent.metrics import AgentSnapshot
+from gpu_agent.metrics import AgentSnapshot, LinkFigures
 from gpu_agent.migration import Migrator
 from gpu_agent.offload import Offloader
+from gpu_agent.pins import Pinned
 from gpu_agent.pool import Pool
+from gpu_agent.precision.tier import stored_namespaces
 from gpu_agent.reload import Reloader
 from gpu_agent.room import RoomMaker
 from gpu_agent.rows import as_caller_rows, chain_parents, check_hashes, check_parent_hash, check_targets
 from gpu_agent.store import Store
 from kvstore import __version__
-from kvstore.errors import DeadlineExceededError, KvstoreError, UnavailableError
+from kvstore.errors import DeadlineExceededError, InvalidArgumentError, KvstoreError, UnavailableError
+from kvstore.eviction import Use
 from kvstore.keys import BlockHash
 from kvstore.messages import AgentStatus, BlockState
 from kvstore.namespace import Namespace
@@ -50,9 +61,19 @@ class GpuAgent:
     """
 
     def __init__(
-        self, namespace: Namespace, client: Store, *, config: AgentConfig, device: Device | None = None
+        self,
+        namespace: Namespace,
+        client: Store,
+        *,
+        config: AgentConfig,
+        device: Device | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The caller keeps the client; a given device, for tests, is closed with the agent."""
+        """The caller keeps the client; a given device is closed with the agent.
+
+        By `clock`, in seconds, the policy and prefetch tell how long things take; waits end by the real one.
+        """
+        self._clock = clock
         self._config = config
         self._namespace = namespace
         self._started_s = time.monotonic()
@@ -67,30 +88,41 @@ class GpuAgent:
     def _build(self, client: Store) -> None:
         config, namespace = self._config, self._namespace
         block_bytes = namespace.block_layout.payload_bytes
+        stored = stored_namespaces(namespace, config.precision, under_pressure=config.precision_under_pressure)
+        staging_count = max(1, config.staging_capacity_bytes // stored[0].stored_bytes)
+        scratch = plan_scratch(
+            capacity_bytes=config.vram_capacity_bytes,
+            block_bytes=block_bytes,
+            encoded=[one.stored_bytes for one in stored if one != namespace],
+            count_max=min(config.batch_count_max, staging_count),
+        )
         self._pool = Pool(
             device=self._device,
             block_bytes=block_bytes,
-            capacity_bytes=config.vram_capacity_bytes,
-            window_steps=config.window_steps,
+            capacity_bytes=scratch.pool_bytes,
+            policy=config.policy,
+            clock=self._clock,
             offloaded_count_max=config.offloaded_count_max,
         )
         half_count = max(1, self._pool.slot_count // 2)
-        staging_count = max(1, config.staging_capacity_bytes // block_bytes)
+        self._belows = [open_below(self._pool, one, scratch) for one in stored]
         self._batch_count_max = min(config.batch_count_max, half_count)
         self._load_count_max = min(staging_count, half_count)
         self._arenas = ArenaRegistrar(self._device)
-        offload_count_max = min(staging_count, self._batch_count_max)
+        offload_count_max = min(scratch.offload_count, self._batch_count_max)
         self._migrator = Migrator(
             pool=self._pool,
             store=client,
-            namespace=namespace,
-            offloader=Offloader(
-                pool=self._pool,
-                arenas=self._arenas,
-                store=client,
-                namespace=namespace,
-                staging_count=offload_count_max,
-            ),
+            offloaders=[
+                Offloader(
+                    pool=self._pool,
+                    arenas=self._arenas,
+                    store=client,
+                    below=below,
+                    staging_count=offload_count_max,
+                )
+                for below in self._belows
+            ],
             part_count_max=offload_count_max,
             cooldown_steps=config.cooldown_steps,
             pause=Pause(min_s=config.retry_pause_initial_s, max_s=config.retry_pause_max_s),
@@ -101,17 +133,38 @@ class GpuAgent:
         self._reloader = Reloader(
             pool=self._pool,
             room=self._room,
-            loader=Loader(
-                pool=self._pool,
-                arenas=self._arenas,
-                store=client,
-                namespace=namespace,
-                staging_count=self._load_count_max,
-            ),
+            loader=self._loader(client, staging_count=self._load_count_max),
+            whole=layer_groups(namespace.block_layout, 1),
             cooldown_steps=config.cooldown_steps,
         )
+        self._fetcher = Fetcher(
+            pool=self._pool,
+            room=self._room,
+            loader=self._loader(client, staging_count=self._load_count_max),
+            groups=layer_groups(namespace.block_layout, config.layer_group_count),
+            config=config,
+            batch_count_max=min(self._load_count_max, self._batch_count_max),
+            count_max=self._load_count_max,
+            clock=self._clock,
+        )
+        self._link = LinkController(
+            block_bytes=stored[0].stored_bytes,
+            batch_count_max=self._batch_count_max,
+            may_lower_precision=len(stored) > 1,
+        )
+        self._stepped_s: float | None = None
         self._arenas.start()
         self._migrator.start()
+        self._fetcher.start()
+
+    def _loader(self, client: Store, *, staging_count: int) -> Loader:
+        return Loader(
+            pool=self._pool,
+            arenas=self._arenas,
+            store=client,
+            belows=self._belows,
+            staging_count=staging_count,
+        )
 
     @property
     def namespace(self) -> Namespace:
@@ -123,9 +176,17 @@ class GpuAgent:
 
     @property
     def failure(self) -> str | None:
-        """Why the background thread is dead; None while it lives."""
+        """Why a background thread is dead; None while both live."""
         with self._pool.changed:
-            return self._migrator.failure
+            return self._migrator.failure or self._fetcher.failure
+
+    @property
+    def memory(self) -> Tensor:
+        """The pool, [slot_count, block_bytes] of uint8 on the device; what a slot holds is `namespace.block_layout`.
+
+        To be read in slots that are pinned, and written in slots that are reserved.
+        """
+        return self._pool.memory
 
     def store(
         self, hashes: Sequence[BlockHash], blocks: CallerRows, *, parent_hash: BlockHash | None = None
@@ -199,14 +260,155 @@ class GpuAgent:
         """Counts a use at this step of those blocks that are in the pool."""
         check_hashes(hashes, field="hashes")
         with self._pool.changed:
-            self._pool.touch(hashes)
+            self._pool.use(hashes)
 
     def step(self, step_count: int = 1) -> int:
-        """Engine steps have passed; starts migration above the high watermark. Returns the step. Never waits."""
-        with self._pool.changed:
-            self._pool.step += step_count
+        """Engine steps have passed; starts migration above the high watermark, and prefetch. Returns the step.
+
+        Never waits.
+        """
+        pool, now_s = self._pool, self._clock()
+        with pool.changed:
+            pool.step += step_count
+            if step_count and self._stepped_s is not None:
+                self._fetcher.note_steps(step_count, took_s=now_s - self._stepped_s)
+                self._link.note_step((now_s - self._stepped_s) / step_count)
+            self._stepped_s = now_s
+            self._link.note(self._device.link(), now_s=now_s)
+            decision = self._link.decide()
+            self._room.follow(decision)
+            self._migrator.follow(decision)
+            self._fetcher.follow(decision)
+            pool.forget_overdue(before=pool.step - self._config.cooldown_steps)
             self._room.relieve()
-            return self._pool.step
+            pool.changed.notify_all()
+            return pool.step
+
+    # --- sequences
+
+    def bind(self, sequence: str, hashes: Sequence[BlockHash], *, parent_hash: BlockHash | None = None) -> None:
+        """Says which blocks a sequence has, in chain order; what was said before of the same name is replaced.
+
+        `parent_hash` is the block that the first one follows.
+        """
+        check_hashes(hashes, field="hashes")
+        check_parent_hash(parent_hash)
+        with self._pool.changed:
+            self._pool.bind(sequence, hashes, parent_hash=parent_hash)
+            self._fetcher.ask_again(hashes)
+
+    def hint(self, sequence: str, at: int | None) -> None:
+        """Says that all blocks of a sequence are needed at engine step `at`, counted as `step` does; None: no more.
+
+        Until then they stay in the pool before all that is needed later, or at no known step; and those that are not in
+        it are fetched in time, which `pin` then need not wait for. A need that passes is forgotten after a cool-down.
+        """
+        if at is not None and at < 0:
+            raise InvalidArgumentError.of("at", at, "an engine step, 0 or more, or None")
+        with self._pool.changed:
+            self._check_bound(sequence)
+            self._pool.hint(sequence, at)
+            self._fetcher.ask_again(self._pool.sequences.hashes_of(sequence))
+            self._pool.changed.notify_all()
+
+    def unbind(self, sequence: str) -> None:
+        """A sequence is over; its blocks stay in the pool like others. One that is not bound is no error."""
+        with self._pool.changed:
+            if sequence in self._pool.sequences:
+                self._fetcher.ask_again(self._pool.sequences.hashes_of(sequence))
+                self._pool.unbind(sequence)
+
+    def pin(self, sequence: str, *, timeout_s: float | None = None, by_layer: bool = False) -> Pinned:
+        """Brings all blocks of a sequence into the pool and keeps them in their slots until the `with` block ends.
+
+        Waits for those that are on their way, and has the others fetched; by default as long as their bytes take at
+        `offload_rate_min_bytes_per_s`, and `room_wait_s` more. Whatever is not there by then is missing. The hint of
+        the sequence is used up. With `by_layer` it returns as soon as all is on its way: before it reads a layer the
+        engine calls `wait_layer`, and before it uses what it computed, `wait`.
+        """
+        pool = self._pool
+        with pool.changed:
+            self._check_open()
+            self._check_bound(sequence)
+            parents = pool.sequences.parents_of(sequence)
+            pool.use(list(parents))
+            pinned = Pinned(pool, parents)
+            pinned.begin()
+            pool.counters.hit_count += len(pinned.held)
+            pool.hint(sequence, None)
+            if pinned.wanted:
+                self._wait_for(pinned, timeout_s=timeout_s, by_layer=by_layer)
+        return pinned
+
+    def _wait_for(self, pinned: Pinned, *, timeout_s: float | None, by_layer: bool) -> None:
+        """Wants the lock held."""
+        counters, started_s = self._pool.counters, time.monotonic()
+        late_count = sum(map(self._fetcher.is_ahead, pinned.wanted))
+        counters.prefetch_late_count += late_count
+        counters.fetched_on_demand_count += len(pinned.wanted) - late_count
+        counters.pin_stall_count += 1
+        if timeout_s is None:
+            deadline_s = self._room.deadline_s(block_count=len(pinned.wanted))
+        else:
+            deadline_s = started_s + timeout_s
+        self._fetcher.wait(pinned, deadline_s=deadline_s, by_layer=by_layer)
+        counters.pin_stall_s += time.monotonic() - started_s
+
+    def reserve(self, count: int) -> list[SlotId]:
+        """Slots of `memory` for the caller to write blocks into that are not full yet; fewer when there is no room.
+
+        They count as used, and never move, until `seal` or `discard`. Waits for room as `store` does.
+        """
+        with self._pool.changed:
+            self._check_open()
+            self._room.make_room(count, deadline_s=self._room.deadline_s(block_count=count))
+            return self._pool.reserve(count)
+
+    def seal(self, slot: SlotId, block_hash: BlockHash, *, parent_hash: BlockHash | None) -> bool:
+        """`seal_all` of one block."""
+        (is_new,) = self.seal_all([slot], [block_hash], parent_hash=parent_hash)
+        return is_new
+
+    def seal_all(
+        self, slots: Sequence[SlotId], hashes: Sequence[BlockHash], *, parent_hash: BlockHash | None
+    ) -> tuple[bool, ...]:
+        """What is written in reserved slots are these blocks, in chain order: they may be migrated, and be found.
+
+        What writes them is over, or queued on the caller's current stream. False: the block is in the pool already, and
+        the slot free again.
+        """
+        check_hashes(hashes, field="hashes")
+        check_parent_hash(parent_hash)
+        with self._pool.changed:
+            self._check_reserved(slots)
+            self._device.follow_caller()
+            return tuple(self._pool.seal(slots, hashes, parent_hash=parent_hash))
+
+    def hold(self, hashes: Sequence[BlockHash]) -> list[SlotId | None]:
+        """The slots of those blocks that are in the pool now, which stay until `unhold`; counts their use."""
+        check_hashes(hashes, field="hashes")
+        with self._pool.changed:
+            self._check_open()
+            self._pool.use(hashes)
+            slots = [self._pool.ask_for(block_hash) for block_hash in hashes]
+            self._pool.counters.hit_count += sum(slot is not None for slot in slots)
+            return slots
+
+    def unhold(self, slots: Sequence[SlotId]) -> None:
+        """Each once for every `hold`; all that the caller's current stream has queued may still read them."""
+        with self._pool.changed:
+            self._device.follow_caller()
+            for slot in slots:
+                self._pool.release(slot)
+            self._pool.changed.notify_all()
+
+    def discard(self, slots: Sequence[SlotId]) -> None:
+        """Gives reserved slots back; what is in them is of no use."""
+        with self._pool.changed:
+            self._check_reserved(slots)
+            for slot in slots:
+                self._pool.table.discard(slot)
+            self._pool.changed.notify_all()
 
     def flush(self, timeout_s: float) -> bool:
         """Gives the store a copy of everything in the pool, heads of chains first; True when it has all of it.
@@ -253,6 +455,7 @@ class GpuAgent:
                 counters=counters,
                 migrating_count=pool.table.migrating_count,
                 is_migrator_alive=self._migrator.is_alive,
+                link=LinkFigures.of(self._link),
             )
 
     def close(self) -> None:
@@ -261,6 +464,7 @@ class GpuAgent:
             if self._is_closed:
                 return
             self._is_closed = True
+        self._fetcher.stop(timeout_s=self._config.close_wait_s)
         self._migrator.stop(timeout_s=self._config.close_wait_s)
         with self._turn:
             self._arenas.close(timeout_s=self._config.close_wait_s)
@@ -283,9 +487,21 @@ class GpuAgent:
     def _take_turn(self) -> Iterator[None]:
         with self._turn:
             with self._pool.changed:
-                if self._is_closed:
-                    raise UnavailableError("this agent is closed")
+                self._check_open()
             yield
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise UnavailableError("this agent is closed")
+
+    def _check_bound(self, sequence: str) -> None:
+        if sequence not in self._pool.sequences:
+            raise InvalidArgumentError.of("sequence", sequence, "one that `bind` has named, and `unbind` not since")
+
+    def _check_reserved(self, slots: Sequence[SlotId]) -> None:
+        for slot in slots:
+            if not self._pool.table.is_private(slot):
+                raise InvalidArgumentError.of("slot", slot, "one that `reserve` gave, neither sealed nor discarded")
 
     def _rows(self, blocks: CallerRows, *, row_count: int, field: str) -> CallerRows:
         layout = self._namespace.block_layout
@@ -303,25 +519,29 @@ class GpuAgent:
         pool = self._pool
         with pool.changed:
             # Held, so that making room for the others does not throw these out.
-            slot_of = {block_hash: pool.table.hold(block_hash) for block_hash in hashes}
+            slot_of = {block_hash: pool.hold(block_hash) for block_hash in hashes}
             held = [slot for slot in slot_of.values() if slot is not None]
             parents = chain_parents(hashes, parent_hash=parent_hash)
             new = [block_hash for block_hash, slot in slot_of.items() if slot is None]
+            use = pool.use(hashes)
             count = 0 if is_refused else self._room.make_room(len(new), deadline_s=deadline_s)
-            slots = pool.take_slots(new, parents=[parents[block_hash] for block_hash in new], count=count)
+            # The fetcher may be bringing some of them in, or have done so.
+            self._wait_landed(new, deadline_s=deadline_s)
+            new = [block_hash for block_hash in new if pool.is_away(block_hash) or pool.is_loading(block_hash)]
+            taken = list(takewhile(pool.is_away, new[: min(count, pool.table.free_count)]))
+            refused = frozenset(new[len(taken) :])
+            slots = pool.take_slots(taken, parents=[parents[block_hash] for block_hash in taken], count=len(taken))
             for slot in held:
-                pool.table.release(slot)
-        taken, refused = new[:count], frozenset(new[count:])
+                pool.release(slot)
         row_of = {block_hash: row for row, block_hash in enumerate(hashes)}
-        self._land(taken, rows=rows, source_rows=[row_of[block_hash] for block_hash in taken], slots=slots)
+        self._land(taken, rows=rows, source_rows=[row_of[block_hash] for block_hash in taken], slots=slots, use=use)
         with pool.changed:
-            pool.touch(hashes)
             pool.counters.stored_count += len(taken)
             pool.counters.refused_count += len(refused)
         return [block_hash not in refused for block_hash in hashes]
 
     def _land(
-        self, taken: Sequence[BlockHash], *, rows: CallerRows, source_rows: list[int], slots: list[SlotId]
+        self, taken: Sequence[BlockHash], *, rows: CallerRows, source_rows: list[int], slots: list[SlotId], use: Use
     ) -> None:
         pool = self._pool
         landed = False
@@ -334,8 +554,7 @@ class GpuAgent:
         finally:
             with pool.changed:
                 if landed:
-                    for block_hash in taken:
-                        pool.table.finish_load(block_hash, has_lower_copy=False)
+                    pool.land(taken, use=use, has_lower_copy=False)
                 else:
                     pool.abandon(taken)
 
@@ -352,13 +571,14 @@ class GpuAgent:
         held: dict[int, SlotId] = {}
         missing: dict[BlockHash, list[int]] = {}
         with pool.changed:
+            self._wait_landed(hashes, deadline_s=deadline_s)
             for row, block_hash in enumerate(hashes):
-                slot = pool.table.hold(block_hash)
+                slot = pool.ask_for(block_hash)
                 if slot is None:
                     missing.setdefault(block_hash, []).append(row)
                 else:
                     held[row] = slot
-            pool.touch(hashes)
+            use = pool.use(hashes)
             pool.counters.hit_count += len(held)
         try:
             if held:
@@ -368,17 +588,25 @@ class GpuAgent:
         finally:
             with pool.changed:
                 for slot in held.values():
-                    pool.table.release(slot)
+                    pool.release(slot)
                 pool.changed.notify_all()
         states = [BlockState.HIT if row in held else BlockState.MISS for row in range(len(hashes))]
         if not missing or not asks_store:
             return states, None
         parents = chain_parents(hashes, parent_hash=parent_hash)
-        reloaded, error = self._reloader.reload(missing, parents=parents, rows=rows, deadline_s=deadline_s)
+        reloaded, error = self._reloader.reload(missing, parents=parents, rows=rows, use=use, deadline_s=deadline_s)
         for block_hash, state in reloaded.items():
             for row in missing[block_hash]:
                 states[row] = state
         return states, error
+
+    def _wait_landed(self, hashes: Sequence[BlockHash], *, deadline_s: float) -> None:
+        """Until the fetcher brings in none of these blocks, or time is over. Wants the lock held."""
+        while self._fetcher.is_alive and any(map(self._pool.is_loading, hashes)):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return
+            self._pool.changed.wait(left_s)
 
     def _wait_accepting(self, deadline_s: float) -> bool:
         """Waits out a pause after a failure; False when the time is over or the migrator dead."""

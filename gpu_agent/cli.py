@@ -10,7 +10,9 @@ from typing import Any
 import click
 
 from kvstore.errors import DeadlineExceededError, InvalidArgumentError, KvstoreError, UnavailableError
+from kvstore.eviction import POLICIES
 from kvstore.messages import AgentStatus
+from kvstore.precision import BLOCK_PRECISIONS
 from kvstore_client.sizes import parse_size
 
 
@@ -21,6 +23,17 @@ def _size_bytes(context: click.Context, parameter: click.Parameter, value: str) 
         raise click.UsageError(str(error), context) from error
 
 
+def _quotas_bytes(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, int]:
+    quotas: dict[str, int] = {}
+    for value in values:
+        name, equals, size = value.rpartition("=")
+        if not equals or not name or name in quotas:
+            problem = "each name once" if name in quotas else "NAME=SIZE, such as my-model=8GiB"
+            raise click.UsageError(str(InvalidArgumentError.of("--quota", value, problem)), context)
+        quotas[name] = _size_bytes(context, parameter, size)
+    return quotas
+
+
 _PORT = click.IntRange(0, 65535)
 _SERVE_OPTIONS = (
     click.option(
@@ -28,8 +41,25 @@ _SERVE_OPTIONS = (
         envvar="KVSTORE_AGENT_VRAM_CAPACITY", show_envvar=True, help="Bytes of VRAM for blocks. A hard cap.",
     ),
     click.option(
+        "--quota", "quotas", multiple=True, callback=_quotas_bytes, metavar="NAME=SIZE",
+        help="Bytes of it that are kept for a model, or for a namespace by the first digits of its id; repeatable. "
+        "Namespaces without one share what is left.",
+    ),
+    click.option(
+        "--idle-release", "idle_release_s", type=click.FloatRange(min=0), default=300.0, show_default=True,
+        metavar="SECONDS", help="A namespace that no engine uses for so long gives its memory to one that needs it.",
+    ),
+    click.option(
         "--device", default="cpu", show_default=True, envvar="KVSTORE_AGENT_DEVICE", show_envvar=True,
         help="cuda:N, or cpu for the same tier in host memory.",
+    ),
+    click.option(
+        "--policy", type=click.Choice(POLICIES), default="phix", show_default=True,
+        help="Which blocks leave VRAM first.",
+    ),
+    click.option(
+        "--precision", type=click.Choice(list(BLOCK_PRECISIONS)), default="exact", show_default=True,
+        help="In how many bits blocks are stored below VRAM.",
     ),
     click.option("--store-address", help="The daemon: host:port or unix:/path. Found by itself when not given."),
     click.option("--socket-path", help="Unix socket for engines; '' for none.  [default: beside the daemon's]"),
@@ -120,7 +150,7 @@ def status(address: str | None, *, is_json: bool, timeout_s: float) -> None:
       kvstore agent status --address 127.0.0.1:7452 --json | jq .lost_count
     """
     from gpu_agent.ask import ask_status
-    from gpu_agent.sockets import find_agent
+    from kvstore_client.agent.address import find_agent
 
     try:
         used_address = find_agent(address)
@@ -135,13 +165,14 @@ def status(address: str | None, *, is_json: bool, timeout_s: float) -> None:
     except KvstoreError as error:
         raise click.ClickException(f"{used_address}: {error}") from error
     if is_json:
-        click.echo(json.dumps(dataclasses.asdict(found) | {"address": used_address}))
+        click.echo(json.dumps(dataclasses.asdict(found) | {"address": used_address}, default=bytes.hex))
     else:
         click.echo("\n".join(_lines(found)))
 
 
-def _serve(*, vram_capacity: int, device: str, store_address: str | None, socket_path: str | None, grpc_host: str,
-           grpc_port: int, metrics_port: int, drain_s: float, ready_file: Path | None,
+def _serve(*, vram_capacity: int, quotas: dict[str, int], idle_release_s: float, device: str, policy: str,
+           precision: str, store_address: str | None, socket_path: str | None, grpc_host: str, grpc_port: int,
+           metrics_port: int, drain_s: float, ready_file: Path | None,
            log_level: str, log_format: str) -> None:  # fmt: skip
     from kvstore_client.hosting import open_standard_files
 
@@ -160,12 +191,14 @@ def _serve(*, vram_capacity: int, device: str, store_address: str | None, socket
     try:
         sidecar = Sidecar(
             SidecarConfig(
-                agent=AgentConfig(vram_capacity_bytes=vram_capacity, device=device),
+                agent=AgentConfig(vram_capacity_bytes=vram_capacity, device=device, policy=policy, precision=precision),
                 store_address=store_address,
                 grpc_host=grpc_host,
                 grpc_port=grpc_port,
                 socket_path=_socket_path(socket_path),
                 metrics_port=metrics_port,
+                quotas=quotas,
+                idle_release_s=idle_release_s,
                 drain_s=drain_s,
             )
         )
@@ -179,7 +212,7 @@ def _serve(*, vram_capacity: int, device: str, store_address: str | None, socket
 
 def _socket_path(given: str | None) -> Path | None:
     if given is None:
-        from gpu_agent.sockets import default_agent_socket_path
+        from kvstore_client.agent.address import default_agent_socket_path
 
         return default_agent_socket_path()
     return Path(given) if given else None
@@ -195,6 +228,13 @@ def _lines(found: AgentStatus) -> list[str]:
         ("lost", f"{found.lost_count:,}"),
         ("step", f"{found.step:,}"),
         ("uptime", f"{found.uptime_s:.0f} s, kvstore {found.version}"),
+    ]
+    rows += [
+        (
+            one.namespace_id.hex()[:8],
+            f"{_size(one.used_bytes)} of {_size(one.capacity_bytes)}, {one.session_count} engines, {one.model}",
+        )
+        for one in found.namespaces
     ]
     return [f"{name:<10} {value}" for name, value in rows]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvstore.errors import InvalidArgumentError
-from kvstore.eviction import Watermarks
+from kvstore.eviction import POLICIES, Watermarks
+from kvstore.precision import BLOCK_PRECISIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +18,10 @@ class AgentConfig:
     That is when `GpuAgent` is made, and in a sidecar when the first engine opens its namespace."""
     device: str = "cpu"
     """`cuda:N`, or `cpu` for the same tier in host memory."""
+    precision: str = "exact"
+    """In how many bits blocks are stored below the pool: `exact`, `k16v8`, ... (docs/precision.md)."""
+    precision_under_pressure: str | None = None
+    """The same while the link is busy and larger batches are not enough; it must take fewer bytes. None: as ever."""
     high_watermark: float = 0.85
     """Migration starts above this share of the pool. The rest takes what the engine stores meanwhile."""
     low_watermark: float = 0.70
@@ -24,8 +29,11 @@ class AgentConfig:
     batch_count_max: int = 16
     """Most blocks copied and sent together. 8 to 16 blocks of 2 MiB fill PCIe and amortise a round trip; more only
     delays the first free slot. Never more than half of the pool's slots, so that one stuck batch is not all of it."""
-    window_steps: int = 64
-    """Engine steps over which uses are counted."""
+    policy: str = "phix"
+    """Which blocks leave first: `phix`, `lru`, `arc`, `s3fifo` or `window-lfu` (docs/policy.md)."""
+    layer_group_count: int = 4
+    """Parts in which the layers of blocks arrive that are pinned by layer, so that the first are computed on while the
+    others still come. More parts are smaller transfers."""
     cooldown_steps: int = 64
     """Engine steps for which a block that was loaded back, or that the daemon refused, is not moved again, unless
     room is needed and nothing else is left."""
@@ -49,10 +57,18 @@ class AgentConfig:
 
     def __post_init__(self) -> None:
         _ = self.watermarks
+        if self.precision not in BLOCK_PRECISIONS:
+            raise InvalidArgumentError.of("precision", self.precision, ", ".join(BLOCK_PRECISIONS))
+        if self.precision_under_pressure not in (None, *BLOCK_PRECISIONS):
+            raise InvalidArgumentError.of(
+                "precision_under_pressure", self.precision_under_pressure, f"None, {', '.join(BLOCK_PRECISIONS)}"
+            )
+        if self.policy not in POLICIES:
+            raise InvalidArgumentError.of("policy", self.policy, ", ".join(POLICIES))
         for name in (
             "vram_capacity_bytes",
             "batch_count_max",
-            "window_steps",
+            "layer_group_count",
             "staging_capacity_bytes",
             "offload_rate_min_bytes_per_s",
         ):

@@ -34,4 +34,17 @@ class Counters:
     stall_count: int = 0
     """Calls that waited for room."""
     stall_s: float = 0.0
+    pin_stall_count: int = 0
+    """Pins that waited for blocks."""
+    pin_stall_s: float = 0.0
+    prefetch_hit_count: int = 0
+    """Blocks that were brought ahead and were there when they were needed."""
+    prefetch_late_count: int = 0
+    """Blocks that were on their way when they were needed."""
+    prefetch_wasted_count: int = 0
+    """Blocks that were brought ahead and left before anybody needed them."""
+    fetched_on_demand_count: int = 0
+    """Blocks that a pin needed and that nobody had begun to fetch."""
+    remigrated_count: int = 0
+    """Blocks that left in the cool-down after they came back."""
     daemon_error_count: int = 0

@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gpu_agent.core.link import Direction, LinkController, LinkDecision, LinkReason, Relief
 from gpu_agent.counters import Counters
 from kvstore.messages import AgentStatus
 from kvstore_client.logs import dropped_line_count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkFigures:
+    """What is known of the link, and what is done about it."""
+
+    utilisation: float = 0.0
+    queue_s: float = 0.0
+    bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    """By direction, while it moved something; nothing of one that has not."""
+    decision: LinkDecision | None = None
+    """None: no engine has begun."""
+
+    @classmethod
+    def of(cls, link: LinkController) -> LinkFigures:
+        rates = {direction.value: link.bytes_per_s(direction) for direction in Direction}
+        return cls(
+            utilisation=link.utilisation,
+            queue_s=link.queue_s,
+            bytes_per_s={name: rate for name, rate in rates.items() if rate is not None},
+            decision=link.decide(),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +43,7 @@ class AgentSnapshot:
     counters: Counters
     migrating_count: int = 0
     is_migrator_alive: bool = True
+    link: LinkFigures = LinkFigures()  # noqa: RUF009  (never changes)
     received_corrupt_count: int = 0
     """Blocks that engines sent to a sidecar and that did not verify."""
 
@@ -48,6 +72,10 @@ class MetricSpec:
         for key, number in value.items() if isinstance(value, dict) else [(None, value)]:
             family.add_metric([] if key is None else [key], number)
         return family
+
+
+def _by_namespace(snapshot: AgentSnapshot, name: str) -> dict[str, float]:
+    return {one.namespace_id.hex()[:16]: getattr(one, name) for one in snapshot.status.namespaces}
 
 
 METRICS: tuple[MetricSpec, ...] = (
@@ -155,6 +183,97 @@ METRICS: tuple[MetricSpec, ...] = (
         name="kvstore_agent_stall_seconds_total",
         help="Time that the engine waited for room.",
         read=lambda s: s.counters.stall_s,
+    ),
+    MetricSpec(
+        name="kvstore_agent_pin_stalls_total",
+        help="Pins that waited for blocks.",
+        read=lambda s: s.counters.pin_stall_count,
+    ),
+    MetricSpec(
+        name="kvstore_agent_pin_stall_seconds_total",
+        help="Time that the engine waited for the blocks of sequences that it pinned.",
+        read=lambda s: s.counters.pin_stall_s,
+    ),
+    MetricSpec(
+        name="kvstore_agent_prefetched_blocks_total",
+        help="Blocks brought ahead of need: there in time, on their way when needed, or gone again unused.",
+        label="outcome",
+        read=lambda s: {
+            "hit": s.counters.prefetch_hit_count,
+            "late": s.counters.prefetch_late_count,
+            "wasted": s.counters.prefetch_wasted_count,
+        },
+    ),
+    MetricSpec(
+        name="kvstore_agent_fetched_on_demand_blocks_total",
+        help="Blocks that a pin needed, and that nobody had begun to fetch.",
+        read=lambda s: s.counters.fetched_on_demand_count,
+    ),
+    MetricSpec(
+        name="kvstore_agent_remigrated_blocks_total",
+        help="Blocks that left again in the cool-down after they had come back: thrash.",
+        read=lambda s: s.counters.remigrated_count,
+    ),
+    MetricSpec(
+        name="kvstore_agent_namespace_capacity_bytes",
+        help="Cap of each namespace's pool, by the first 16 digits of its id; a sidecar has 32 at most.",
+        label="namespace",
+        read=lambda s: _by_namespace(s, "capacity_bytes"),
+    ),
+    MetricSpec(
+        name="kvstore_agent_namespace_used_bytes",
+        help="Bytes of slots that hold blocks or are being read, by namespace.",
+        label="namespace",
+        read=lambda s: _by_namespace(s, "used_bytes"),
+    ),
+    MetricSpec(
+        name="kvstore_agent_namespace_engines",
+        help="Engines that are attached, by namespace.",
+        label="namespace",
+        read=lambda s: _by_namespace(s, "session_count"),
+    ),
+    MetricSpec(
+        name="kvstore_agent_namespace_granted_blocks",
+        help="Slots that attached engines may be copying into or from, by namespace.",
+        label="namespace",
+        read=lambda s: _by_namespace(s, "granted_count"),
+    ),
+    MetricSpec(
+        name="kvstore_agent_link_utilisation_ratio",
+        help="Share of the last second or so in which the copy stream moved blocks, as of the last engine step.",
+        read=lambda s: s.link.utilisation,
+    ),
+    MetricSpec(
+        name="kvstore_agent_link_queue_seconds",
+        help="How long the copy stream needs for what is queued.",
+        read=lambda s: s.link.queue_s,
+    ),
+    MetricSpec(
+        name="kvstore_agent_link_bytes_per_second",
+        help="What the copy stream moves while it moves something, by direction.",
+        label="direction",
+        read=lambda s: dict(s.link.bytes_per_s),
+    ),
+    MetricSpec(
+        name="kvstore_agent_link_batch_blocks",
+        help="Blocks per migration batch that the link controller has chosen.",
+        read=lambda s: 0 if s.link.decision is None else s.link.decision.batch_count,
+    ),
+    MetricSpec(
+        name="kvstore_agent_link_relief",
+        help="1 for what is done about a busy link; each measure includes those before it.",
+        label="measure",
+        read=lambda s: {
+            one.name.lower(): float(s.link.decision is not None and s.link.decision.relief is one) for one in Relief
+        },
+    ),
+    MetricSpec(
+        name="kvstore_agent_link_reason",
+        help="1 for why that was decided.",
+        label="reason",
+        read=lambda s: {
+            one.value: float(s.link.decision is not None and s.link.decision.reason is one) for one in LinkReason
+        },
     ),
     MetricSpec(
         name="kvstore_agent_log_lines_dropped_total",

@@ -10,6 +10,7 @@ from contextlib import closing
 
 import structlog
 
+from gpu_agent.core.link import LinkDecision
 from gpu_agent.core.pause import Pause
 from gpu_agent.core.planner import Batch, Run, cut_runs
 from gpu_agent.offload import Offloader
@@ -18,7 +19,6 @@ from gpu_agent.store import Store
 from kvstore.errors import KvstoreError
 from kvstore.keys import BlockHash
 from kvstore.messages import BlockState
-from kvstore.namespace import Namespace
 from kvstore_client.results import PutState
 
 _STORED = frozenset({PutState.STORED, PutState.ALREADY_STORED})
@@ -41,19 +41,19 @@ class Migrator:
         *,
         pool: Pool,
         store: Store,
-        namespace: Namespace,
-        offloader: Offloader,
+        offloaders: Sequence[Offloader],
         part_count_max: int,
         cooldown_steps: int,
         pause: Pause,
     ) -> None:
+        """Of two offloaders the second one is for a busy link; blocks that it has sent need not be sent again."""
         self._pool = pool
         self._store = store
-        self._namespace = namespace
         self._cooldown_steps = cooldown_steps
         self._pause = pause
         self._is_failing = False
-        self._offloader = offloader
+        self._offloaders = offloaders
+        self._is_lowered = False
         self._part_count_max = part_count_max
         self._queue: deque[Batch] = deque()
         self._busy_since_s: float | None = None
@@ -63,6 +63,10 @@ class Migrator:
 
     def start(self) -> None:
         self._thread.start()
+
+    def follow(self, decision: LinkDecision) -> None:
+        """What the link allows from now on. Locked."""
+        self._is_lowered = decision.lowers_precision
 
     @property
     def failure(self) -> str | None:
@@ -89,7 +93,7 @@ class Migrator:
         return self.is_alive and self._pause.is_over(now_s=time.monotonic())
 
     def submit(self, batches: Iterable[Batch]) -> None:
-        """Takes charge of resident blocks; they migrate from now on. Locked."""
+        """Takes charge of victims, or of resident blocks to copy; they migrate from now on. Locked."""
         for batch in batches:
             for block_hash in batch.block_hashes:
                 self._pool.table.begin_migration(block_hash)
@@ -162,14 +166,21 @@ class Migrator:
             known = [block_hash for block_hash in hashes if self._pool.table.has_lower_copy(block_hash)]
         if not known:
             return set(), None
-        result = self._store.lookup(self._namespace, known)
-        states = dict(zip(known, result.states, strict=True))
-        if result.error is None:
-            with self._pool.changed:
-                for block_hash, state in states.items():
-                    if state is not BlockState.HIT:
-                        self._pool.table.forget_lower_copy(block_hash)
-        return {block_hash for block_hash, state in states.items() if state is BlockState.HIT}, result.error
+        found: set[BlockHash] = set()
+        for offloader in self._offloaders:
+            asked = [block_hash for block_hash in known if block_hash not in found]
+            if not asked:
+                break
+            result = self._store.lookup(offloader.namespace, asked)
+            if result.error is not None:
+                return found, result.error
+            states = zip(asked, result.states, strict=True)
+            found.update(block_hash for block_hash, state in states if state is BlockState.HIT)
+        with self._pool.changed:
+            for block_hash in known:
+                if block_hash not in found:
+                    self._pool.table.forget_lower_copy(block_hash)
+        return found, None
 
     def _send(
         self, runs: Sequence[Run], *, unanswered: dict[BlockHash, None], keeps_resident: bool
@@ -177,10 +188,10 @@ class Migrator:
         pool = self._pool
         with pool.changed:
             slots = [pool.table.migrating_slot(block_hash) for run in runs for block_hash in run.block_hashes]
-        with closing(self._offloader.send(runs, slots)) as answers:
+            offloader = self._offloaders[-1 if self._is_lowered else 0]
+        with closing(offloader.send(runs, slots)) as answers:
             for run, result in answers:
                 with pool.changed:
-                    pool.counters.offloaded_bytes += len(run.block_hashes) * pool.block_bytes
                     for block_hash, state in zip(run.block_hashes, result.states, strict=True):
                         if state in _STORED:
                             del unanswered[block_hash]
@@ -197,19 +208,18 @@ class Migrator:
 
     def _settle_stored(self, block_hash: BlockHash, *, keeps_resident: bool) -> None:
         if keeps_resident:
-            self._pool.table.stay_resident(block_hash, has_lower_copy=True)
+            self._pool.stay(block_hash, has_lower_copy=True)
         else:
             self._pool.migrated(block_hash)
 
     def _settle_refused(self, block_hash: BlockHash) -> None:
         self._pool.counters.migration_refused_count += 1
         cool_until_step = self._pool.step + self._cooldown_steps
-        self._pool.table.stay_resident(block_hash, has_lower_copy=False, cool_until_step=cool_until_step)
+        self._pool.stay(block_hash, has_lower_copy=False, cool_until_step=cool_until_step)
 
     def _call_off(self, hashes: Iterable[BlockHash]) -> None:
-        table = self._pool.table
         for block_hash in hashes:
-            table.stay_resident(block_hash, has_lower_copy=table.has_lower_copy(block_hash))
+            self._pool.stay(block_hash, has_lower_copy=self._pool.table.has_lower_copy(block_hash))
         self._pool.changed.notify_all()
 
     def _back_off(self, error: KvstoreError) -> None:

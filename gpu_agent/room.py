@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from gpu_agent.config import AgentConfig
+from gpu_agent.core.link import LinkDecision
 from gpu_agent.core.planner import plan_migration
+from gpu_agent.core.table import Resident
 from gpu_agent.migration import Migrator
 from gpu_agent.pool import Pool
 
@@ -21,18 +24,26 @@ class RoomMaker:
         self._migrator = migrator
         self._config = config
         self._batch_count_max = batch_count_max
+        self._batch_count = batch_count_max
+        self._is_calm = False
         self._next_relief_step = 0
 
     def deadline_s(self, *, block_count: int) -> float:
         """Until when, on the monotonic clock, a call that brings this many blocks waits for room."""
         return time.monotonic() + self._patience_s(block_count)
 
+    def follow(self, decision: LinkDecision) -> None:
+        """What the link allows from now on."""
+        self._batch_count = decision.batch_count
+        self._is_calm = decision.is_calm
+
     def relieve(self) -> None:
         """Starts migrating above the high watermark; never waits."""
         if self._pool.step < self._next_relief_step or not self._migrator.is_accepting():
             return
-        if self._excess_count() and self._start(required_count=0) == 0:
-            # All that could go is cooling. Looking again at every step would cost the engine a walk over the pool.
+        if self._excess_count() and (self._start(required_count=0) == 0 or self._is_calm):
+            # All that could go is cooling: looking again at every step would cost the engine a walk over the pool. Or
+            # the link is busy: then one batch at a time has to do.
             self._next_relief_step = self._pool.step + self._config.cooldown_steps // 8
 
     def make_room(self, count: int, *, deadline_s: float) -> int:
@@ -62,6 +73,18 @@ class RoomMaker:
         counters.stall_s += time.monotonic() - started_s
         return min(count, pool.table.free_count)
 
+    def make_room_ahead(self, count: int, *, at: int) -> int:
+        """How many of this many slots are free below the high watermark; never waits.
+
+        For the others, blocks start to migrate that no sequence needs before step `at`.
+        """
+        pool = self._pool
+        room_count = int(self._config.high_watermark * pool.slot_count) - pool.used_count
+        missing_count = count - room_count - pool.table.migrating_count
+        if missing_count > 0 and self._migrator.is_accepting():
+            self._submit(pool.victims_for(missing_count, at=at))
+        return max(0, min(count, room_count))
+
     def _excess_count(self) -> int:
         """Blocks by which the pool is above its low watermark; 0 while it is not above the high one."""
         pool = self._pool
@@ -73,12 +96,16 @@ class RoomMaker:
 
     def _start(self, *, required_count: int) -> int:
         """Submits what brings the pool down to the low watermark, at least `required_count`; returns how many."""
-        goal_count = max(self._excess_count(), required_count)
+        excess_count = self._excess_count()
+        goal_count = max(min(excess_count, self._batch_count) if self._is_calm else excess_count, required_count)
         if goal_count <= 0:
             return 0
         victims = self._pool.victims(goal_count=goal_count, required_count=max(0, required_count))
-        self._migrator.submit(plan_migration(victims, batch_count_max=self._batch_count_max))
+        self._submit(victims)
         return len(victims)
+
+    def _submit(self, victims: Sequence[Resident]) -> None:
+        self._migrator.submit(plan_migration(victims, batch_count_max=self._batch_count))
 
     def _patience_s(self, block_count: int) -> float:
         moved_bytes = block_count * self._pool.block_bytes

@@ -23,8 +23,10 @@ _log = structlog.get_logger("kvstore.agent")
 
 _STREAM_COUNT_MAX = 16
 """Data streams at a time; each has a worker for as long as it lives, which is up to its peer. More are refused."""
-_WORKER_COUNT = _STREAM_COUNT_MAX + 8
-"""Calls served at a time: all streams, and health, status and other short calls beside them."""
+_WAITING_COUNT = 32
+"""Calls of attached engines that may wait for room or for the store at a time: each engine has two threads that do."""
+_WORKER_COUNT = _STREAM_COUNT_MAX + _WAITING_COUNT + 8
+"""Calls served at a time: all of these, and health, status and other short calls beside them."""
 _STREAM_IDLE_S_MAX = 5.0
 """Longest wait for a peer to send or to take a frame; one that stalls is cut off and its worker is free again."""
 _STREAM_AGE_S_MAX = 120.0
@@ -91,6 +93,11 @@ class AgentServer:
             wire.GET_AGENT_STATUS.name: self._unary(wire.GET_AGENT_STATUS, service.get_status),
             wire.OPEN_AGENT_NAMESPACE.name: self._unary(wire.OPEN_AGENT_NAMESPACE, service.open_namespace),
             wire.TOUCH_BLOCKS.name: self._unary(wire.TOUCH_BLOCKS, service.touch_blocks),
+            wire.FIND_BLOCKS.name: self._unary(wire.FIND_BLOCKS, service.find_blocks),
+            wire.RESERVE_SLOTS.name: self._unary(wire.RESERVE_SLOTS, service.reserve_slots),
+            wire.COMMIT_SLOTS.name: self._unary(wire.COMMIT_SLOTS, service.commit_slots),
+            wire.ACQUIRE_SLOTS.name: self._unary(wire.ACQUIRE_SLOTS, service.acquire_slots),
+            wire.RELEASE_SLOTS.name: self._unary(wire.RELEASE_SLOTS, service.release_slots),
             wire.STORE_BLOCKS.name: self._receiving(wire.STORE_BLOCKS, service.store_blocks),
             wire.LOAD_BLOCKS.name: self._sending(wire.LOAD_BLOCKS, service.load_blocks),
         }

@@ -6,23 +6,26 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 
 import prometheus_client
 import structlog
 
+from gpu_agent.attach.listener import AttachListener
 from gpu_agent.config import AgentConfig
 from gpu_agent.device import open_device
 from gpu_agent.metrics import agent_registry
 from gpu_agent.rpc import AgentServer
 from gpu_agent.service import AgentService
-from gpu_agent.sockets import DEFAULT_GRPC_PORT, DEFAULT_METRICS_PORT
 from kvstore import __version__
+from kvstore.agent_attach import ATTACH_SOCKET_SUFFIX
 from kvstore.errors import InvalidArgumentError, UnavailableError
 from kvstore_client import Client
+from kvstore_client.agent.address import DEFAULT_AGENT_PORT
 from kvstore_client.hosting import (
     LOOPBACK_ALLOWED,
     Addresses,
@@ -33,6 +36,7 @@ from kvstore_client.hosting import (
     listen_unix,
 )
 
+DEFAULT_METRICS_PORT = 7453
 _WATCH_INTERVAL_S = 0.5
 """How late a dead background thread shows in the health service."""
 
@@ -52,10 +56,14 @@ class SidecarConfig:
     """The daemon; None finds the node's own, as every client does."""
     grpc_host: str = "127.0.0.1"
     """Loopback only."""
-    grpc_port: int = DEFAULT_GRPC_PORT
+    grpc_port: int = DEFAULT_AGENT_PORT
     """TCP port; 0 takes a free one."""
     socket_path: Path | None = None
-    """Unix socket for engines of this node; None for none."""
+    """Unix socket for engines of this node, with the one that hands out the pools beside it; None for neither."""
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of `vram_capacity_bytes` that are kept for models, or for namespaces by the first digits of their id."""
+    idle_release_s: float = 300.0
+    """Seconds after which a namespace that no engine is attached to may give its memory to another one."""
     metrics_port: int = DEFAULT_METRICS_PORT
     """TCP port of `/metrics`, on loopback; 0 takes a free one."""
     drain_s: float = 10.0
@@ -71,7 +79,12 @@ class Sidecar:
             raise InvalidArgumentError.of("--grpc-host", config.grpc_host, LOOPBACK_ALLOWED)
         _check_device(config.agent)
         self._client = Client(config.store_address)
-        self._service = AgentService(config=config.agent, client=self._client)
+        self._service = AgentService(
+            config=config.agent, client=self._client, quotas=config.quotas, idle_release_s=config.idle_release_s
+        )
+        self._attach = AttachListener(
+            self._service.share_of, on_tick=self._service.expire, on_bug=self._stop_because_of
+        )
         self._server = AgentServer(self._service, on_bug=self._stop_because_of)
         self._stop = threading.Event()
         self._bug: AssertionError | None = None
@@ -83,14 +96,20 @@ class Sidecar:
         with ExitStack() as parts:
             parts.callback(self._client.close)
             parts.callback(self._server.stop, grace_s=0)
+            parts.callback(self._attach.stop)
             listen, config = self._server.listen, self._config
             path = config.socket_path
+            if path is not None:
+                attach_path = path.with_name(path.name + ATTACH_SOCKET_SUFFIX)
+                address = listen_unix(self._attach.listen, attach_path, role=_ROLE, parts=parts)
+                self._service.attach_socket = address.removeprefix("unix:")
             addresses = Addresses(
                 grpc_address=listen_tcp(listen, host=config.grpc_host, port=config.grpc_port, role=_ROLE),
                 unix_address=None if path is None else listen_unix(listen, path, role=_ROLE, parts=parts),
                 metrics_address=self._start_metrics(parts),
                 pid=os.getpid(),
             )
+            self._attach.start()
             self._server.start()
             self._server.set_serving(True)
             announce(addresses, ready_file, parts)
@@ -131,6 +150,7 @@ class Sidecar:
         _log.info("draining", drain_s=self._config.drain_s)
         # Half each: a call that hangs must not cost the pool its copies.
         self._server.stop(grace_s=self._config.drain_s / 2)
+        self._attach.stop()
         is_flushed = self._service.close(flush_s=max(0.0, deadline_s - time.monotonic()))
         _log.info("stopped", is_flushed=is_flushed)
 

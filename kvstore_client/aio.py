@@ -151,7 +151,7 @@ class AsyncClient:
         targets = block_views(
             into,
             block_count=len(hashes),
-            block_bytes=namespace.block_layout.payload_bytes,
+            block_bytes=namespace.stored_bytes,
             field="into",
             is_writable=True,
         )
@@ -202,7 +202,7 @@ class AsyncClient:
         views = block_views(
             blocks,
             block_count=len(hashes),
-            block_bytes=namespace.block_layout.payload_bytes,
+            block_bytes=namespace.stored_bytes,
             field="blocks",
             is_writable=False,
         )

@@ -200,7 +200,7 @@ class AsyncCarrier:
         return await _in_thread(lambda is_stopped: mover.view(step, is_stopped=is_stopped))
 
     def _is_quick(self, step: Fetch | Send | View) -> bool:
-        size_bytes = len(step.hashes) * step.namespace.block_layout.payload_bytes
+        size_bytes = len(step.hashes) * step.namespace.stored_bytes
         return size_bytes <= _INLINE_BYTES_MAX and self._ways.slab_mover.is_mapped(step)
 
     def _tell_unseen(self) -> None:

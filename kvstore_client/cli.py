@@ -51,6 +51,7 @@ _COMMANDS = {
     "nvme": _Entry("kvstore_server.nvme.cli:nvme", "Look into a folder of the NVMe tier, or check it."),
     "bench": _Entry("kvstore_client.bench.cli:bench", "Measure blocks and lookups beside what this machine can do."),
     "agent": _Entry("gpu_agent.cli:agent", "Run the agent that keeps blocks in VRAM.", "agent"),
+    "ablate": _Entry("gpu_agent.ablate.cli:ablate", "Measure what fewer bits for K and V cost a model.", "demo"),
     "demo": _Entry("gpu_agent.demo.cli:demo", "See the whole store at work on a real model.", "demo"),
 }
 
@@ -242,14 +243,18 @@ def _stats_lines(found: StoreStats) -> list[str]:
         ("moved", f"{_size(found.written_bytes)} in, {_size(found.read_bytes)} out"),
         ("committed", f"{found.committed_count:,}"),
         ("evicted", f"{found.evicted_count:,}"),
-        ("refused", f"{found.refused_count:,}"),
+        ("refused", f"{found.refused_count:,} blocks"),
         ("corrupt", f"{found.corrupt_count:,}"),
         ("uptime", _duration(found.uptime_s)),
     ]
     if found.nvme is not None:
         rows.insert(1, ("nvme", f"{_nvme_state(found.nvme)}; {_nvme_counts(found.nvme)}"))
+        rows.insert(2, ("prefetch", _prefetch_line(found.nvme)))
+    if found.policy:
+        rows.insert(1, ("policy", _policy_line(found)))
     if found.recent_reuse is not None:
-        rows.insert(4, ("reuse", _reuse_line(found.recent_reuse)))
+        at = next(index for index, (name, _) in enumerate(rows) if name == "lookups")
+        rows.insert(at + 1, ("reuse", _reuse_line(found.recent_reuse)))
     rows += [("namespace", _namespace_line(namespace)) for namespace in found.namespaces]
     return [f"{name:<10} {value}" for name, value in rows]
 
@@ -289,6 +294,23 @@ def _nvme_counts(nvme: NvmeStats) -> str:
     return (
         f"{nvme.block_count:,} blocks, {nvme.hit_count:,} hits, {nvme.demoted_count:,} demoted, "
         f"{nvme.promoted_count:,} promoted, {nvme.evicted_count:,} evicted, {nvme.dropped_count:,} dropped"
+    )
+
+
+def _policy_line(found: StoreStats) -> str:
+    if found.nvme is None or not found.nvme.policy:
+        return found.policy
+    return f"memory {found.policy}; NVMe {found.nvme.policy}, admission {found.nvme.admission}"
+
+
+def _prefetch_line(nvme: NvmeStats) -> str:
+    """What came of the blocks that were brought ahead of their use."""
+    known = nvme.prefetch_useful_count + nvme.prefetch_late_count + nvme.prefetch_wasted_count
+    share = f" ({nvme.prefetch_useful_count / known:.0%} of those known)" if known else ""
+    return (
+        f"{nvme.prefetch_started_count:,} blocks: {nvme.prefetch_useful_count:,} useful{share}, "
+        f"{nvme.prefetch_late_count:,} late, {nvme.prefetch_wasted_count:,} wasted; "
+        f"{nvme.prefetch_refused_count:,} not begun"
     )
 
 

@@ -167,7 +167,7 @@ class Client:
         targets = block_views(
             into,
             block_count=len(hashes),
-            block_bytes=namespace.block_layout.payload_bytes,
+            block_bytes=namespace.stored_bytes,
             field="into",
             is_writable=True,
         )
@@ -228,7 +228,7 @@ class Client:
         views = block_views(
             blocks,
             block_count=len(hashes),
-            block_bytes=namespace.block_layout.payload_bytes,
+            block_bytes=namespace.stored_bytes,
             field="blocks",
             is_writable=False,
         )

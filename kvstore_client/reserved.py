@@ -9,7 +9,6 @@ from typing import Any
 
 from kvstore.envelope import checksum
 from kvstore.errors import KvstoreError, UnavailableError
-from kvstore.exact import exact_envelope
 from kvstore.keys import BlockHash
 from kvstore.namespace import Namespace
 from kvstore.slab import PAYLOAD_OFFSET_BYTES, SLOT_HEADER_BYTES, SlotRecord, encode_slot_header
@@ -92,7 +91,7 @@ class Reserved:
         filling = self._filling
         reservations = filling.reservations
         slots: list[memoryview | None] = [None] * len(reservations.hashes)
-        payload_bytes = reservations.namespace.block_layout.payload_bytes
+        payload_bytes = reservations.namespace.stored_bytes
         if filling.error is not None:
             return tuple(slots)
         if filling.records is None:
@@ -122,7 +121,7 @@ def _reserved_slot(session: SlabSession, record: SlotRecord, *, payload_bytes: i
 
 
 def _seal(slot: memoryview, *, namespace: Namespace, block_hash: BlockHash) -> None:
-    payload = slot[PAYLOAD_OFFSET_BYTES : PAYLOAD_OFFSET_BYTES + namespace.block_layout.payload_bytes]
-    slot[SLOT_HEADER_BYTES:PAYLOAD_OFFSET_BYTES] = exact_envelope(
-        namespace, block_hash, payload_checksum=checksum(payload)
+    payload = slot[PAYLOAD_OFFSET_BYTES : PAYLOAD_OFFSET_BYTES + namespace.stored_bytes]
+    slot[SLOT_HEADER_BYTES:PAYLOAD_OFFSET_BYTES] = namespace.envelopes.encode(
+        block_hash, payload_checksum=checksum(payload)
     )

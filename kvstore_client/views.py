@@ -6,6 +6,7 @@ import ctypes
 import functools
 import importlib
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -53,7 +54,10 @@ class BlockView:
         return slot_state(self._seen.slot[:SLOT_HEADER_BYTES], self._seen.generation) is not SlotState.GONE
 
     def numpy(self, *, plane: str) -> npt.NDArray[Any]:
-        """The K plane ("k") or the V plane ("v"), shaped as the layout says; bfloat16 and float8 show as their bits."""
+        """The K plane ("k") or the V plane ("v"), shaped as the layout says; bfloat16 and float8 show as their bits.
+
+        Of planes that are stored exact: in fewer bits they are not arrays, and `payload` is all there is to see.
+        """
         found = self._plane(plane)
         dtype = np.dtype(_NUMPY_DTYPES.get(self._namespace.dtype, self._namespace.dtype))
         flat = np.frombuffer(self.payload, dtype, found.size_bytes // dtype.itemsize, found.offset_bytes)
@@ -78,7 +82,10 @@ class BlockView:
         planes = {plane.name.lower(): plane for plane in self._namespace.block_layout.planes}
         if name not in planes:
             raise InvalidArgumentError.of("plane", name, " or ".join(repr(known) for known in planes))
-        return planes[name]
+        stored = self._namespace.encoded_layout.planes[list(planes).index(name)]
+        if not stored.is_exact:
+            raise InvalidArgumentError.of("plane", name, f"one that is stored exact; this one is {stored.precision}")
+        return replace(planes[name], offset_bytes=stored.offset_bytes)
 
 
 class HeldViews:

@@ -15,6 +15,10 @@ class Pause:
     def is_over(self, *, now_s: float) -> bool:
         return now_s >= self._until_s
 
+    def left_s(self, *, now_s: float) -> float | None:
+        """None: it is over."""
+        return None if self.is_over(now_s=now_s) else self._until_s - now_s
+
     def fail(self, *, now_s: float) -> float:
         """Starts the next pause; returns its length."""
         length_s = self._next_s

@@ -1,13 +1,10 @@
-"""Which blocks leave VRAM, in which batches. Plans are values; the migrator carries them out."""
+"""In which batches blocks leave VRAM. Plans are values; the migrator carries them out."""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from gpu_agent.core.access import Heat
 from gpu_agent.core.table import Resident
 from kvstore.keys import BlockHash
 
@@ -31,44 +28,6 @@ class Batch:
     @property
     def block_hashes(self) -> tuple[BlockHash, ...]:
         return tuple(block_hash for run in self.runs for block_hash in run.block_hashes)
-
-
-class Residents(Protocol):
-    """What the planner asks of a table. Plans look at leaves and what they lead to, not at every block."""
-
-    def leaves(self) -> Iterable[Resident]:
-        """Resident blocks without a child that is loading or resident."""
-
-    def find(self, block_hash: BlockHash) -> Resident | None:
-        """The block, if it is resident."""
-
-    def residents(self) -> Iterable[Resident]: ...
-
-
-def choose_victims(
-    table: Residents,
-    *,
-    heat_of: Callable[[BlockHash], Heat],
-    step: int,
-    goal_count: int,
-    required_count: int = 0,
-) -> list[Resident]:
-    """Up to `goal_count` blocks to give up, in the order in which to do it.
-
-    Coldest first, and a block only after all its children here, so that heads outlive tails. Blocks that are
-    held never go. Blocks in their cool-down go only while fewer than `required_count` were found, and only
-    then, as a last resort, blocks whose children have to stay.
-    """
-    picker = _LeafPicker(table, heat_of=heat_of)
-    victims = picker.pick(max(goal_count, required_count), may_go=lambda resident: resident.cool_until_step <= step)
-    if len(victims) < required_count:
-        victims += picker.pick(required_count - len(victims), may_go=lambda _: True)
-    if len(victims) < required_count:
-        chosen = {victim.block_hash for victim in victims}
-        rest = [r for r in table.residents() if not r.is_held and r.block_hash not in chosen]
-        rest.sort(key=lambda resident: heat_of(resident.block_hash))
-        victims += rest[: required_count - len(victims)]
-    return victims
 
 
 def plan_migration(victims: Sequence[Resident], *, batch_count_max: int) -> tuple[Batch, ...]:
@@ -144,47 +103,3 @@ def cut_runs(runs: Iterable[Run], *, skip: Container[BlockHash], block_count_max
             part.append(Run(parent_hash=parent_hash, block_hashes=tuple(piece)))
     if part:
         yield tuple(part)
-
-
-class _LeafPicker:
-    """Takes leaves off the tree, coldest first; what one pick passed over is there for the next."""
-
-    def __init__(self, table: Residents, *, heat_of: Callable[[BlockHash], Heat]) -> None:
-        self._table = table
-        self._heat_of = heat_of
-        self._child_counts: dict[BlockHash, int] = {}
-        self._queue: list[tuple[Heat, int, Resident]] = []
-        self._pushes = 0
-        for leaf in table.leaves():
-            self._push(leaf)
-
-    def pick(self, count: int, *, may_go: Callable[[Resident], bool]) -> list[Resident]:
-        picked: list[Resident] = []
-        passed: list[Resident] = []
-        while len(picked) < count and self._queue:
-            _, _, resident = heapq.heappop(self._queue)
-            if may_go(resident):
-                picked.append(resident)
-                self._uncover_parent(resident)
-            else:
-                passed.append(resident)
-        for resident in passed:
-            self._push(resident)
-        return picked
-
-    def _uncover_parent(self, child: Resident) -> None:
-        parent = self._table.find(child.parent_hash) if child.parent_hash is not None else None
-        if parent is None:
-            return
-        child_count = self._child_counts.get(parent.block_hash, parent.child_count) - 1
-        self._child_counts[parent.block_hash] = child_count
-        if child_count == 0:
-            self._push(parent)
-
-    def _push(self, resident: Resident) -> None:
-        if resident.is_held:
-            return
-        # Of equally cold leaves the one pushed last goes first: a plan follows one chain to its head instead
-        # of nibbling at many, and its runs stay long.
-        self._pushes -= 1
-        heapq.heappush(self._queue, (self._heat_of(resident.block_hash), self._pushes, resident))

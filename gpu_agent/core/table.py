@@ -23,14 +23,10 @@ class Place(Enum):
 
 
 class Resident(NamedTuple):
-    """A block that could leave, as the planner sees it."""
+    """A block that is to be copied down."""
 
     block_hash: BlockHash
     parent_hash: BlockHash | None
-    child_count: int
-    """Children that are loading or resident; a leaf has none."""
-    cool_until_step: int
-    is_held: bool
 
 
 @dataclass(slots=True)
@@ -42,15 +38,14 @@ class _Entry:
     cool_until_step: int = 0
 
 
-_STAYING = frozenset({Place.LOADING, Place.RESIDENT})
-
 
 class BlockTable:
     """Block hash → place, and which slot of the pool holds what. Knows nothing of bytes.
 
-    A slot is free, or has exactly one block, or has lost its block while readers still hold it. Blocks move
-    only LOADING → RESIDENT ⇄ MIGRATING → OFFLOADED → LOADING, and out of the table from any place; every
-    other move is a bug. OFFLOADED entries are hints: beyond `offloaded_count_max` the oldest is forgotten.
+    A slot is free, or has exactly one block, or has lost its block while readers still hold it, or is private: an
+    engine writes a block there that is not full yet. Blocks move only LOADING → RESIDENT ⇄ MIGRATING → OFFLOADED →
+    LOADING, and out of the table from any place; every other move is a bug. OFFLOADED entries are hints: beyond
+    `offloaded_count_max` the oldest is forgotten.
     """
 
     def __init__(self, *, slot_count: int, offloaded_count_max: int) -> None:
@@ -58,7 +53,8 @@ class BlockTable:
         self._entries: dict[BlockHash, _Entry] = {}
         self._offloaded: dict[BlockHash, None] = {}  # in the order they left
         self._offloaded_count_max = offloaded_count_max
-        self._child_counts: dict[BlockHash, int] = {}
+        self._block_in: dict[SlotId, BlockHash] = {}
+        self._private: set[SlotId] = set()
         self._reader_counts: dict[SlotId, int] = {}
         self._migrating_count = 0
 
@@ -73,7 +69,11 @@ class BlockTable:
     @property
     def pool_count(self) -> int:
         """Blocks that have a slot."""
-        return len(self._entries) - len(self._offloaded)
+        return len(self._block_in)
+
+    @property
+    def private_count(self) -> int:
+        return len(self._private)
 
     @property
     def migrating_count(self) -> int:
@@ -95,18 +95,21 @@ class BlockTable:
         """Whether the daemon had this block when last heard of."""
         return self._entries[block_hash].has_lower_copy
 
-    def leaves(self) -> Iterator[Resident]:
-        """Resident blocks without a child that is loading or resident."""
-        for block_hash, entry in self._entries.items():
-            if entry.place is Place.RESIDENT and block_hash not in self._child_counts:
-                yield self._resident(block_hash, entry)
+    def block_in(self, slot: SlotId) -> BlockHash | None:
+        """None: the slot is free or private, or has lost its block."""
+        return self._block_in.get(slot)
 
-    def find(self, block_hash: BlockHash) -> Resident | None:
-        """The block, if it is resident."""
+    def slot_of(self, block_hash: BlockHash) -> SlotId | None:
         entry = self._entries.get(block_hash)
-        if entry is None or entry.place is not Place.RESIDENT:
-            return None
-        return self._resident(block_hash, entry)
+        return None if entry is None else entry.slot
+
+    def cools(self, block_hash: BlockHash, *, step: int) -> bool:
+        """Whether a block in the pool is in its cool-down."""
+        return self._entries[block_hash].cool_until_step > step
+
+    def is_held(self, block_hash: BlockHash) -> bool:
+        """Whether the slot of a block in the pool is being read."""
+        return self._entries[block_hash].slot in self._reader_counts
 
     def forget_lower_copy(self, block_hash: BlockHash) -> None:
         """The daemon no longer has this block, which has a slot: if it is dropped now, it is lost."""
@@ -117,7 +120,7 @@ class BlockTable:
     def residents(self) -> Iterator[Resident]:
         for block_hash, entry in self._entries.items():
             if entry.place is Place.RESIDENT:
-                yield self._resident(block_hash, entry)
+                yield Resident(block_hash, entry.parent_hash)
 
     def migrating(self) -> list[BlockHash]:
         return [block_hash for block_hash, entry in self._entries.items() if entry.place is Place.MIGRATING]
@@ -137,7 +140,7 @@ class BlockTable:
         else:
             del self._offloaded[block_hash]
             entry.place, entry.slot = Place.LOADING, slot
-        self._count_child(entry, 1)
+        self._block_in[slot] = block_hash
         return slot
 
     def finish_load(self, block_hash: BlockHash, *, has_lower_copy: bool, cool_until_step: int = 0) -> None:
@@ -150,9 +153,40 @@ class BlockTable:
     def abandon_load(self, block_hash: BlockHash) -> None:
         """The bytes did not land; the block is nowhere in this tier."""
         entry = self._at(block_hash, Place.LOADING)
-        self._count_child(entry, -1)
         self._release_slot(entry)
         del self._entries[block_hash]
+
+    # --- bytes are written by an engine
+
+    def reserve(self) -> SlotId | None:
+        """A slot of the caller's own; None: no slot is free."""
+        slot = self._slots.allocate()
+        if slot is not None:
+            self._private.add(slot)
+        return slot
+
+    def seal(self, slot: SlotId, block_hash: BlockHash, *, parent_hash: BlockHash | None) -> bool:
+        """A private slot holds this block from now on; False: the block has a slot, and this one is free again."""
+        self._private.remove(slot)
+        entry = self._entries.get(block_hash)
+        if entry is not None and entry.place is not Place.OFFLOADED:
+            self._slots.release(slot)
+            return False
+        if entry is None:
+            self._entries[block_hash] = _Entry(Place.RESIDENT, parent_hash, slot)
+        else:
+            del self._offloaded[block_hash]
+            entry.place, entry.slot = Place.RESIDENT, slot
+        self._block_in[slot] = block_hash
+        return True
+
+    def is_private(self, slot: SlotId) -> bool:
+        return slot in self._private
+
+    def discard(self, slot: SlotId) -> None:
+        """Gives a private slot back."""
+        self._private.remove(slot)
+        self._slots.release(slot)
 
     # --- bytes are read
 
@@ -165,7 +199,8 @@ class BlockTable:
         self._reader_counts[entry.slot] = self._reader_counts.get(entry.slot, 0) + 1
         return entry.slot
 
-    def release(self, slot: SlotId) -> None:
+    def release(self, slot: SlotId) -> bool:
+        """True: nobody reads it any more."""
         count = self._reader_counts.get(slot, 0)
         assert count > 0, f"release of slot {slot}, which nobody holds"
         if count == 1:
@@ -173,6 +208,7 @@ class BlockTable:
         else:
             self._reader_counts[slot] = count - 1
         self._slots.release(slot)
+        return count == 1
 
     # --- bytes go out
 
@@ -180,7 +216,6 @@ class BlockTable:
         entry = self._at(block_hash, Place.RESIDENT)
         entry.place = Place.MIGRATING
         self._migrating_count += 1
-        self._count_child(entry, -1)
 
     def migrating_slot(self, block_hash: BlockHash) -> SlotId:
         slot = self._at(block_hash, Place.MIGRATING).slot
@@ -200,12 +235,10 @@ class BlockTable:
         entry.has_lower_copy = has_lower_copy
         entry.cool_until_step = max(entry.cool_until_step, cool_until_step)
         self._migrating_count -= 1
-        self._count_child(entry, 1)
 
     def drop(self, block_hash: BlockHash) -> bool:
         """Gives a resident block up without moving it; True when no lower copy is known, so it may be lost."""
         entry = self._at(block_hash, Place.RESIDENT)
-        self._count_child(entry, -1)
         if entry.has_lower_copy:
             self._leave_for_daemon(block_hash, entry)
             return False
@@ -223,34 +256,25 @@ class BlockTable:
     def check_invariants(self) -> None:
         self._slots.check_invariants()
         refs = dict(self._reader_counts)
-        child_counts: dict[BlockHash, int] = {}
-        owned: set[SlotId] = set()
+        owned: dict[SlotId, BlockHash] = {}
+        for slot in self._private:
+            assert slot not in refs, f"private slot {slot} is being read"
+            refs[slot] = 1
         for block_hash, entry in self._entries.items():
             offloaded = entry.place is Place.OFFLOADED
             assert (entry.slot is None) == offloaded, f"{entry} has the wrong idea of its slot"
             assert offloaded == (block_hash in self._offloaded), f"{entry} is not where the hints say"
             if entry.slot is not None:
                 assert entry.slot not in owned, f"slot {entry.slot} holds two blocks"
-                owned.add(entry.slot)
+                owned[entry.slot] = block_hash
                 refs[entry.slot] = refs.get(entry.slot, 0) + 1
-            if entry.place in _STAYING and entry.parent_hash is not None:
-                child_counts[entry.parent_hash] = child_counts.get(entry.parent_hash, 0) + 1
         for number in range(self.slot_count):
             slot = SlotId(number)
             assert self._slots.ref_count(slot) == refs.get(slot, 0), f"slot {slot} has refs that nobody accounts for"
-        assert child_counts == self._child_counts, f"children: {self._child_counts}, really {child_counts}"
+        assert owned == self._block_in, f"slots: {self._block_in}, really {owned}"
         migrating = sum(entry.place is Place.MIGRATING for entry in self._entries.values())
         assert migrating == self._migrating_count, f"{self._migrating_count} migrating, really {migrating}"
         assert len(self._offloaded) <= self._offloaded_count_max, f"{len(self._offloaded)} hints"
-
-    def _resident(self, block_hash: BlockHash, entry: _Entry) -> Resident:
-        return Resident(
-            block_hash,
-            entry.parent_hash,
-            self._child_counts.get(block_hash, 0),
-            entry.cool_until_step,
-            entry.slot in self._reader_counts,
-        )
 
     def _at(self, block_hash: BlockHash, place: Place) -> _Entry:
         entry = self._entries.get(block_hash)
@@ -267,15 +291,6 @@ class BlockTable:
 
     def _release_slot(self, entry: _Entry) -> None:
         assert entry.slot is not None, f"{entry} has no slot to release"
+        del self._block_in[entry.slot]
         self._slots.release(entry.slot)
         entry.slot = None
-
-    def _count_child(self, entry: _Entry, change: int) -> None:
-        if entry.parent_hash is None:
-            return
-        count = self._child_counts.get(entry.parent_hash, 0) + change
-        assert count >= 0, f"{entry.parent_hash.hex()[:16]} counts {count} children"
-        if count:
-            self._child_counts[entry.parent_hash] = count
-        else:
-            del self._child_counts[entry.parent_hash]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
+from gpu_agent.core.layers import LayerGroup
+from gpu_agent.core.link import LinkSample
 from gpu_agent.device.memory import HostSlots
 from gpu_agent.device.paged import PagedBlocks
+from gpu_agent.device.sharing import PoolHandle
 
 CallerRows: TypeAlias = Tensor | PagedBlocks
 """The caller's end of a copy: rows of its own, or pages of an engine's cache."""
@@ -22,6 +25,9 @@ class Event(Protocol):
 
         Raises `InternalError` when the copy that this event belongs to failed.
         """
+
+    def is_over(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
 
 
 class Registration(Protocol):
@@ -50,8 +56,17 @@ class Device(Protocol):
     def allocate_pool(self, *, slot_count: int, block_bytes: int) -> Tensor:
         """One allocation, made once; raises `CapacityError` when the device has no room for it."""
 
+    def share_pool(self, pool: Tensor) -> PoolHandle:
+        """What lets other processes of this node open a pool of a device that shares its pools.
+
+        Raises `CapacityError` when the driver does not allow it.
+        """
+
     def allocate_staging(self, *, row_count: int, block_bytes: int) -> Tensor:
         """Host memory that the device reaches by DMA; raises `CapacityError`."""
+
+    def allocate_scratch(self, *, row_count: int, block_bytes: int) -> Tensor:
+        """Memory beside the pool for work of the copy stream, never shared; raises `CapacityError`."""
 
     def register_host(self, memory: memoryview, *, is_read_only: bool) -> Registration:
         """Makes host memory of somebody else reachable by DMA: takes about as long as touching every page of it.
@@ -68,6 +83,20 @@ class Device(Protocol):
         computes.
         """
 
+    def copy_layers(
+        self,
+        *,
+        source: Tensor,
+        source_rows: Sequence[int],
+        target: Tensor,
+        target_rows: Sequence[int],
+        groups: Sequence[LayerGroup],
+    ) -> Sequence[Event]:
+        """As `copy_rows`, one group of layers of all rows after the other; one event per group.
+
+        After `wait` on the last event nothing of these copies goes on; each event tells of its own group's failure.
+        """
+
     def offload_to_slots(self, pool: Tensor, pool_rows: Sequence[int], *, slots: HostSlots) -> Event | None:
         """As `copy_rows`, from the pool into all of these slots by DMA.
 
@@ -79,6 +108,17 @@ class Device(Protocol):
     ) -> Event | None:
         """As `copy_rows`, from slots into the pool by DMA; None when not all of these lie in registered memory."""
 
+    def load_layers_from_slots(
+        self,
+        slots: HostSlots,
+        slot_rows: Sequence[int],
+        *,
+        pool: Tensor,
+        pool_rows: Sequence[int],
+        groups: Sequence[LayerGroup],
+    ) -> Sequence[Event] | None:
+        """As `load_from_slots`, in the order of `copy_layers`."""
+
     def copy_rows_for_caller(
         self, *, source: CallerRows, source_rows: Sequence[int], target: CallerRows, target_rows: Sequence[int]
     ) -> Event:
@@ -88,6 +128,24 @@ class Device(Protocol):
         it was computed; and whatever the caller does with its end after the return, on the host or on that
         stream, comes after the copies. Raises `InternalError` when a copy failed.
         """
+
+    def compute(self, work: Callable[[], None]) -> Event:
+        """Queues what torch does to the pool and to scratch on the copy stream; `work` itself waits for nothing.
+
+        All that it touches must last until the event.
+        """
+
+    def before_caller(self, event: Event) -> None:
+        """What the caller's current stream is given from now on starts after this event of this device.
+
+        Where callers have no stream, this is `event.wait()`.
+        """
+
+    def follow_caller(self) -> None:
+        """What is queued from now on comes after all work that the caller's current stream has queued until now."""
+
+    def link(self) -> LinkSample:
+        """What has crossed the link until now, apart from copies for the caller; waits for nothing."""
 
     def close(self) -> None:
         """Waits for what is queued; nothing may be submitted afterwards."""

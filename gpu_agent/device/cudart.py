@@ -5,10 +5,9 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-import torch
-
 from gpu_agent.core.transfers import Transfer
 from kvstore.errors import CapacityError, InternalError
+from kvstore_client.agent.cuda import IpcHandle, load_cudart_library
 
 _KIND_DEFAULT = 4  # cudaMemcpyDefault: the addresses say which side is the device
 _ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
@@ -27,6 +26,9 @@ class Cudart:
         )
         self._register = _function(library, "cudaHostRegister", pointer, size, ctypes.c_uint)
         self._unregister = _function(library, "cudaHostUnregister", pointer)
+        self._malloc = _function(library, "cudaMalloc", ctypes.POINTER(pointer), size)
+        self._free = _function(library, "cudaFree", pointer)
+        self._ipc_handle = _function(library, "cudaIpcGetMemHandle", ctypes.POINTER(IpcHandle), pointer)
         self._take_last_error = _function(library, "cudaGetLastError")
         self._error_string = _function(library, "cudaGetErrorString", number)
         self._error_string.restype = ctypes.c_char_p
@@ -69,6 +71,26 @@ class Cudart:
         if code := self._unregister(address):
             raise InternalError(f"CUDA does not unregister the memory at {address:#x}: {self._explain(code)}")
 
+    def allocate(self, size_bytes: int) -> int:
+        """The address of memory on the current device; raises `CapacityError`."""
+        address = ctypes.c_void_p()
+        if code := self._malloc(ctypes.byref(address), size_bytes):
+            raise CapacityError(f"CUDA does not allocate {size_bytes} bytes: {self._explain(code)}")
+        assert address.value is not None, f"{size_bytes} bytes at no address"
+        return address.value
+
+    def free(self, address: int) -> None:
+        """Waits for the whole device, as CUDA does. An error is not told: the context that had the memory is lost."""
+        if self._free(address):
+            self._take_last_error()
+
+    def ipc_handle(self, address: int) -> bytes:
+        """What another process opens this allocation with; raises `CapacityError`, as in some containers."""
+        handle = IpcHandle()
+        if code := self._ipc_handle(ctypes.byref(handle), address):
+            raise CapacityError(f"CUDA does not share the pool: {self._explain(code)}")
+        return bytes(handle.reserved)
+
     def _explain(self, code: int) -> str:
         # Taken, or torch would find the error after its own next call and blame that.
         self._take_last_error()
@@ -77,11 +99,10 @@ class Cudart:
 
 def load_cudart() -> Cudart | None:
     """The runtime that this process's torch uses; None when there is none by its usual name."""
-    if torch.version.cuda is None:
-        return None
+    library = load_cudart_library()
     try:
-        return Cudart(ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}"))
-    except (OSError, AttributeError):  # not found, or without one of these functions
+        return None if library is None else Cudart(library)
+    except AttributeError:  # without one of these functions
         return None
 
 

@@ -10,7 +10,8 @@ import numpy as np
 from torch import Tensor
 
 from gpu_agent.core.host_ranges import HostRange, HostRanges
-from gpu_agent.core.transfers import Move, Transfer, plan_transfers
+from gpu_agent.core.layers import LayerGroup
+from gpu_agent.core.transfers import Move, Part, Transfer, plan_parts
 from kvstore.errors import CapacityError
 
 
@@ -48,8 +49,15 @@ class Registered:
             return self._ranges.size_bytes
 
     def plan(
-        self, slots: HostSlots, slot_rows: Sequence[int], *, pool: Tensor, pool_rows: Sequence[int], is_offload: bool
-    ) -> list[Transfer] | None:
+        self,
+        slots: HostSlots,
+        slot_rows: Sequence[int],
+        *,
+        pool: Tensor,
+        pool_rows: Sequence[int],
+        is_offload: bool,
+        groups: Sequence[Sequence[Part]],
+    ) -> list[list[Transfer]] | None:
         """Copies from the pool into slots, or from slots into the pool; None when not all slots are registered for it.
 
         Wants the lock held until the copies are queued.
@@ -64,17 +72,31 @@ class Registered:
                 return None
             source, target = (pool_address, address) if is_offload else (address, pool_address)
             moves.append(Move(source, target, found.address))
-        return plan_transfers(moves, block_bytes=pool.shape[1])
+        return plan_parts(moves, groups, block_bytes=pool.shape[1])
+
+
+def whole_rows(rows: Tensor) -> list[list[Part]]:
+    """All of every row, as one group."""
+    return [[Part(0, rows.shape[1])]]
+
+
+def parts_of(groups: Sequence[LayerGroup]) -> list[Sequence[Part]]:
+    return [group.parts for group in groups]
 
 
 def plan_rows(
-    *, source: Tensor, source_rows: Sequence[int], target: Tensor, target_rows: Sequence[int]
-) -> list[Transfer]:
-    """Copies of rows as transfers; rows that do not fit each other are a bug."""
+    *,
+    source: Tensor,
+    source_rows: Sequence[int],
+    target: Tensor,
+    target_rows: Sequence[int],
+    groups: Sequence[Sequence[Part]],
+) -> list[list[Transfer]]:
+    """Copies of these parts of rows as transfers; rows that do not fit each other are a bug."""
     assert len(source_rows) == len(target_rows), f"{len(source_rows)} rows into {len(target_rows)}"
     assert source.shape[1] == target.shape[1], f"rows of {source.shape[1]} bytes into {target.shape[1]}"
     addresses = zip(_addresses(source, source_rows), _addresses(target, target_rows), strict=True)
-    return plan_transfers([Move(*pair) for pair in addresses], block_bytes=source.shape[1])
+    return plan_parts([Move(*pair) for pair in addresses], groups, block_bytes=source.shape[1])
 
 
 def address_of(view: memoryview) -> int:

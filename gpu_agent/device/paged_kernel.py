@@ -1,4 +1,4 @@
-"""Gather and scatter as one kernel per batch. The one module that imports triton."""
+"""Gather and scatter as one kernel per batch."""
 
 from __future__ import annotations
 

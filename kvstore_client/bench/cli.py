@@ -25,6 +25,8 @@ _LINE_STEP = 0.25
 """Share of the work after which a line says so where there is no progress bar."""
 _NVME_MEASURE = "kvstore_server.nvme.bench.measure", "measure"
 """Loaded when it is called: it is made of the daemon's parts, which clients do without."""
+_AGENT_MODULE = "gpu_agent.bench.measure"
+"""Likewise of the agent's, and it needs torch."""
 
 Measure = Callable[..., dict[str, object]]
 Row = tuple[str, str]
@@ -33,12 +35,12 @@ Row = tuple[str, str]
 
 @click.group()
 def bench() -> None:
-    """Measure this machine: blocks and lookups, beside the best that it can do.
+    """Measure blocks, lookups and the agent, beside the best that this machine can do.
 
     Every figure is a median of samples that were taken in turn with those of
     its limit, so that a busy machine is busy for both; read the ratios. All
-    but nvme run a daemon of their own, on free ports, unless --address names
-    one. Speeds are 10^9 bytes per second.
+    but nvme run a daemon of their own, on free ports; node, stream and lookup
+    take another with --address. Speeds are 10^9 bytes per second.
     """
 
 
@@ -300,6 +302,142 @@ def nvme_command(
     ])  # fmt: skip
 
 
+@bench.command(name="agent")
+@click.option("--rounds", "round_count", default=3, show_default=True, metavar="COUNT", type=click.IntRange(min=1),
+              help="Runs of each kind, in turn; more steady the medians.")
+@click.option("--block-size", default="256KiB", show_default=True, metavar="SIZE",
+              help="Bytes of a block. Larger ones make this machine's own memory the link.")
+@click.option("--vram-share", default=0.5, show_default=True, metavar="SHARE",
+              type=click.FloatRange(0, 1, min_open=True), help="The agent's pool, of what there is without tiering.")
+@click.option("--batch", "batch_count", default=4, show_default=True, metavar="COUNT", type=click.IntRange(min=1),
+              help="Most sequences in one step.")
+@click.option("--slice", "slice_steps", default=64, show_default=True, metavar="STEPS", type=click.IntRange(min=1),
+              help="After so many a sequence lets others go first.")
+@click.option("--step-ms", default=20.0, show_default=True, metavar="MS", type=click.FloatRange(min=0, min_open=True),
+              help="Computing of one step: time that passes.")
+@click.option("--link-ms", default=0.5, show_default=True, metavar="MS", type=click.FloatRange(min=0, min_open=True),
+              help="A block's time between the pool and the daemon's memory.")
+@click.option("--policy", default="phix", show_default=True, help="Which blocks leave first that nobody waits for.")
+@click.option("--sessions", "sessions_file", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="Other sessions than those in the package: what `python -m gpu_agent.bench.record` makes of a trace.")
+@click.option("--json", "is_json", is_flag=True, help="Print one JSON object, for scripts.")
+def agent_command(
+    *, round_count: int, block_size: str, vram_share: float, batch_count: int, slice_steps: int, step_ms: float,
+    link_ms: float, policy: str, sessions_file: Path | None, is_json: bool,
+) -> None:  # fmt: skip
+    """Sequences whose K and V do not fit in VRAM, kept running by the agent.
+
+    A serving loop with continuous batching over recorded sessions: prompts
+    come, are computed, answered token by token, and come back longer. The
+    accelerator is imitated: a step's computing and a block's time on the link
+    are time that passes. The blocks, the agent, its link's order and the
+    daemon behind it, started for this, are real; whatever a sequence starts
+    with and ends with is compared byte for byte with what was written.
+
+    \b
+    Beside it, on the same schedule and in turn: baseline, a pool in which all
+    sessions have room, and naive, which fetches all blocks of a sequence when
+    it starts and brings them away when it stops.
+      peak_vs_baseline, naive_peak_vs_baseline
+          most blocks in the pool at any time, over baseline; at most 0.5
+      throughput_vs_baseline, naive_throughput_vs_baseline
+          tokens per second over baseline; at least 0.9
+      prefetch_hit_rate
+          of the blocks that were not in the pool before a sequence needed them,
+          those that were there when it did; at least 0.9
+      stall_fraction, naive_stall_fraction
+          share of the time in which the accelerator waited for blocks, or for
+          room; at most 0.05
+      link_utilisation, offloaded_bytes, loaded_bytes
+          share of the time in which blocks moved, and how much each way
+      moved_vs_clairvoyant, clairvoyant_link_vs_compute
+          bytes over those of somebody who knows the whole schedule and has all
+          slots of the pool; and how long those take, over all computing: the
+          limit of this schedule
+      link_block_ms, host_overrun_fraction
+          what the imitated link really takes for a block on this machine, and
+          the share of time in which it was not through with its own part, such
+          as comparing: if that is much, the figures tell of the machine
+
+    Exits with 1 when a figure is not what it should be.
+
+    \b
+    Examples:
+      kvstore bench agent
+      kvstore bench agent --json | jq .throughput_vs_baseline
+      kvstore bench agent --vram-share 0.3 --slice 32 --rounds 1
+    """
+    block_bytes = parse_size(block_size, field="--block-size")
+    blocks.namespace(block_bytes, revision="check")  # refuses a size that no block can have
+    module = _agent_module()
+    configure_logs(level="error", log_format="console")
+    about = _about("agent", block_count=0, block_bytes=block_bytes) | {"block_bytes": block_bytes}
+    with ended_by_signals(), _progress("agent", is_shown=not is_json) as progress:
+        figures = about | {"rounds": round_count} | module.measure(
+            sessions_file=sessions_file,
+            batch_count=batch_count,
+            slice_steps=slice_steps,
+            step_s=step_ms / 1e3,
+            link_block_s=link_ms / 1e3,
+            block_bytes=block_bytes,
+            vram_share=vram_share,
+            policy=policy,
+            round_count=round_count,
+            progress=progress,
+        )
+    missed = module.missed_targets(figures)
+    if is_json:
+        click.echo(json.dumps(figures))
+    else:
+        _show_agent(figures, targets=module.TARGETS)
+    for text in missed:
+        click.echo(text, err=True)
+    if missed:
+        raise SystemExit(1)
+
+
+def _agent_module() -> Any:
+    try:
+        return importlib.import_module(_AGENT_MODULE)
+    except ModuleNotFoundError as error:
+        raise click.ClickException(
+            f"`kvstore bench agent` needs {error.name}, which is not installed. "
+            "In a checkout of this project: pip install '.[agent]'"
+        ) from error
+
+
+def _show_agent(figures: Mapping[str, object], *, targets: Mapping[str, tuple[str, float]]) -> None:
+    table = [("", "agent", "should be", "naive", "no tiering")]
+    for label, name, naive, baseline in (
+        ("most blocks in the pool, of no tiering", "peak_vs_baseline", "naive_peak_vs_baseline", "1.00"),
+        ("tokens per second, of no tiering", "throughput_vs_baseline", "naive_throughput_vs_baseline", "1.00"),
+        ("blocks that were there in time", "prefetch_hit_rate", "", ""),
+        ("waiting for blocks, of the time", "stall_fraction", "naive_stall_fraction", ""),
+    ):
+        kind, limit = targets[name]
+        table.append((label, _text(figures[name]), f"{kind} {limit}", _text(figures[naive]) if naive else "", baseline))
+    speeds = [_text(figures[f"{name}_tokens_per_s"]) for name in ("agent", "naive", "baseline")]
+    table.append(("tokens per second", speeds[0], "", *speeds[1:]))
+    used = [_text(figures[name]) for name in ("link_utilisation", "naive_link_utilisation")]
+    table.append(("link in use, of the time", used[0], "", used[1], ""))
+    _show_table(table)
+    for label, name in (
+        ("bytes to the daemon", "offloaded_bytes"),
+        ("bytes back", "loaded_bytes"),
+        ("bytes, of a clairvoyant's", "moved_vs_clairvoyant"),
+        ("the clairvoyant's link time, of all computing", "clairvoyant_link_vs_compute"),
+        ("ms per block on the link, as measured", "link_block_ms"),
+        ("this machine not through with its part, of the time", "host_overrun_fraction"),
+        ("blocks compared byte for byte", "checked_blocks"),
+    ):
+        click.echo(f"{label}: {_text(figures[name])}")
+    click.echo(
+        f"{figures['sequences']} sequences, {figures['steps']} steps, {figures['baseline_blocks']} blocks of "
+        f"{figures['block_bytes']} bytes, {figures['vram_blocks']} in VRAM, cores {figures['cores']}, "
+        f"rounds {figures['rounds']}"
+    )
+
+
 def _about(name: str, *, block_count: int, block_bytes: int) -> dict[str, object]:
     """What every benchmark says of itself."""
     about: dict[str, object] = {"benchmark": name, "version": __version__, "cores": len(os.sched_getaffinity(0))}
@@ -382,17 +520,21 @@ def _show(
         table.append(
             (label, _text(figures.get(ours)), limit_label, _text(figures.get(limit)), _text(figures.get(ratio)))
         )
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    for row in table:
-        cells = [row[0].ljust(widths[0]), row[1].rjust(widths[1]), row[2].ljust(widths[2])]
-        cells += [row[3].rjust(widths[3]), row[4].rjust(widths[4])]
-        click.echo("  ".join(cells).rstrip())
+    _show_table(table)
     for label, name in lines:
         click.echo(f"{label}: {_text(figures.get(name))}")
     for name, value in figures.items():
         if name.endswith("_reason"):
             click.echo(f"{name.removesuffix('_reason')} was not measured: {value}")
     click.echo(", ".join(f"{name} {figures[name]}" for name in ("cores", "page_bytes", "rounds") if name in figures))
+
+
+def _show_table(table: Sequence[tuple[str, str, str, str, str]]) -> None:
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    for row in table:
+        cells = [row[0].ljust(widths[0]), row[1].rjust(widths[1]), row[2].ljust(widths[2])]
+        cells += [row[3].rjust(widths[3]), row[4].rjust(widths[4])]
+        click.echo("  ".join(cells).rstrip())
 
 
 def _text(value: object) -> str:

@@ -63,7 +63,9 @@ class BlockAssembler:
         if frame.block_state is not BlockState.HIT:
             self._finish(index, frame.block_state)
         elif frame.size_bytes != self._block_bytes:
-            raise ProtocolError(f"block {index} claims {frame.size_bytes} bytes; the layout gives {self._block_bytes}")
+            raise ProtocolError(
+                f"block {index} claims {frame.size_bytes} bytes; the namespace gives {self._block_bytes}"
+            )
         else:
             self._take(index, frame)
 

@@ -107,7 +107,7 @@ def attached(scope: Scope, namespace: Namespace, attempt: Callable[[], Flow[_Res
 
 
 def _open_namespace(scope: Scope, namespace: Namespace) -> Flow[None]:
-    request = m.OpenNamespaceRequest(namespace=namespace, payload_bytes=namespace.block_layout.payload_bytes)
+    request = m.OpenNamespaceRequest(namespace=namespace, payload_bytes=namespace.stored_bytes)
     response = yield from call(wire.OPEN_NAMESPACE, request, timeout_s=scope.config.control_timeout_s)
     if response.namespace_id != namespace.id:
         raise ProtocolError(

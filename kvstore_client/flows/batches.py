@@ -20,7 +20,7 @@ def hash_batches(config: ClientConfig, *, block_count: int) -> Iterator[slice]:
 
 def data_batches(config: ClientConfig, namespace: Namespace, *, block_count: int) -> Iterator[slice]:
     """Batches of transfers; one block always fits, however large."""
-    block_bytes = ENVELOPE_BYTES + namespace.block_layout.payload_bytes
+    block_bytes = ENVELOPE_BYTES + namespace.stored_bytes
     count_max = min(config.batch_count_max, _DATA_COUNT_MAX)
     return _split(block_count, step=max(1, min(count_max, config.batch_bytes_max // block_bytes)))
 

@@ -64,7 +64,7 @@ def finish(scope: Scope, filling: Filling) -> Flow[None]:
     reservations = filling.reservations
     if not reservations.reserved or filling.error is not None:
         return
-    block_bytes = reservations.namespace.block_layout.payload_bytes
+    block_bytes = reservations.namespace.stored_bytes
     timeout_s = scope.config.data_timeout_s(len(reservations.reserved) * block_bytes)
     try:
         reservations.note_committed((yield from commit(scope, reservations, timeout_s=timeout_s, in_slots=True)))

@@ -90,10 +90,10 @@ def _read_batch(
         namespace_id=namespace.id,
         hashes=hashes,
         targets=targets,
-        payload_bytes=namespace.block_layout.payload_bytes,
+        payload_bytes=namespace.stored_bytes,
     )
     request = m.ReadBlocksRequest(namespace_id=namespace.id, block_hashes=pack_hashes(hashes), hint=hint)
-    timeout_s = scope.config.data_timeout_s(len(hashes) * namespace.block_layout.payload_bytes)
+    timeout_s = scope.config.data_timeout_s(len(hashes) * namespace.stored_bytes)
     failure: KvstoreError | None = None
     try:
         yield from attached(scope, namespace, lambda: read(request, on_frame=assembler.accept, timeout_s=timeout_s))
@@ -114,7 +114,7 @@ def _fetch_batch(
     owner_id: OwnerId,
     hint: m.Hint | None,
 ) -> Flow[_Loaded]:
-    timeout_s = scope.config.data_timeout_s(len(hashes) * namespace.block_layout.payload_bytes)
+    timeout_s = scope.config.data_timeout_s(len(hashes) * namespace.stored_bytes)
     if route.path is TransferPath.SLAB and route.owner_id is not None:
         is_done = yield from _fetch_known(scope, namespace, hashes, targets, owner_id=route.owner_id, hint=hint)
         if is_done:

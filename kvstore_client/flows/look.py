@@ -139,7 +139,7 @@ def _place(
 def _copies(
     scope: Scope, *, namespace: Namespace, hashes: Sequence[BlockHash], owner_id: OwnerId, hint: m.Hint | None
 ) -> Flow[Viewed]:
-    size_bytes = namespace.block_layout.payload_bytes
+    size_bytes = namespace.stored_bytes
     targets = [memoryview(bytearray(size_bytes)) for _ in hashes]
     loaded = yield from get(scope, namespace=namespace, hashes=hashes, targets=targets, owner_id=owner_id, hint=hint)
     return Viewed(

@@ -25,7 +25,7 @@ def prefetch(
     hint: m.Hint | None = None,
 ) -> Flow[PrefetchResult]:
     """Batch by batch; once one was refused, or the budget is used up, what follows is refused unasked."""
-    block_bytes = ENVELOPE_BYTES + namespace.block_layout.payload_bytes
+    block_bytes = ENVELOPE_BYTES + namespace.stored_bytes
     in_memory_count = started_count = refused_count = missing_count = 0
     failure: KvstoreError | None = None
     left_bytes = budget_bytes or 0

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from kvstore import messages as m
 from kvstore.envelope import ENVELOPE_BYTES
 from kvstore.errors import KvstoreError
-from kvstore.exact import exact_envelope
 from kvstore.frames import WriteFrame, cut
 from kvstore.keys import BlockHash
 from kvstore.messages import OwnerId, ReserveState, TransferPath
@@ -112,10 +111,10 @@ class _Transfer(Reservations):
 
     def frames(self, checksum_of: Callable[[int], int]) -> Iterator[WriteFrame]:
         owner_id: OwnerId | None = self.owner_id
-        block_bytes = ENVELOPE_BYTES + self.namespace.block_layout.payload_bytes
+        block_bytes = ENVELOPE_BYTES + self.namespace.stored_bytes
         for index, reservation_id in zip(self.reserved, self.ids, strict=True):
             block = self.blocks[index]
-            envelope = exact_envelope(self.namespace, self.hashes[index], payload_checksum=checksum_of(index))
+            envelope = self.namespace.envelopes.encode(self.hashes[index], payload_checksum=checksum_of(index))
             for offset, length in cut(block_bytes):
                 start = max(0, offset - ENVELOPE_BYTES)
                 yield WriteFrame(
@@ -168,7 +167,7 @@ def _move_batch(
         if not transfer.reserved:
             return
         # The daemon verifies every byte of a stream before it answers, so a commit, too, takes time by the byte.
-        timeout_s = config.data_timeout_s(len(transfer.reserved) * namespace.block_layout.payload_bytes)
+        timeout_s = config.data_timeout_s(len(transfer.reserved) * namespace.stored_bytes)
         commit_states: Sequence[int] | None = None
         if path is TransferPath.STREAM:
             assert checksum_of is not None, "the envelopes of a stream are written here"

@@ -21,7 +21,6 @@ from kvstore.bulk import (
 )
 from kvstore.envelope import ENVELOPE_BYTES, Buffer, checksum
 from kvstore.errors import DeadlineExceededError, ProtocolError, UnavailableError
-from kvstore.exact import exact_envelope
 from kvstore.messages import BlockState, CommitState, Ticket
 from kvstore_client.envelopes import enveloped_state
 from kvstore_client.flows.steps import Fetch, Send
@@ -182,7 +181,7 @@ def _receive_blocks(link: Link, step: Fetch, *, following_bytes: int) -> list[Bl
     states: list[BlockState] = []
     received_bytes = 0
     link.expect(following_bytes)
-    payload_bytes = step.namespace.block_layout.payload_bytes
+    payload_bytes = step.namespace.stored_bytes
     header = memoryview(bytearray(BLOCK_HEADER_BYTES))
     envelope = memoryview(bytearray(ENVELOPE_BYTES))
     link.receive_into([header])
@@ -190,10 +189,9 @@ def _receive_blocks(link: Link, step: Fetch, *, following_bytes: int) -> list[Bl
         found = BlockHeader.decode(bytes(header))
         if found.position != position:
             raise ProtocolError(f"block header for position {found.position}; expected {position}")
-        # Every codec so far keeps the size, so there is one size that a block can have.
         if found.size_bytes not in (0, ENVELOPE_BYTES + payload_bytes):
             raise ProtocolError(
-                f"block {position} has {found.size_bytes} bytes; the layout gives {ENVELOPE_BYTES + payload_bytes}"
+                f"block {position} has {found.size_bytes} bytes; the namespace gives {ENVELOPE_BYTES + payload_bytes}"
             )
         parts = [envelope, target] if found.size_bytes else []
         if position < len(step.hashes) - 1:
@@ -231,7 +229,7 @@ def _send_blocks(link: Link, step: Send) -> None:
     last = len(step.hashes) - 1
     for position, (block_hash, block) in enumerate(zip(step.hashes, step.blocks, strict=True)):
         payload_checksum = checksum(block) if step.checksum_of is None else step.checksum_of(position)
-        envelope = exact_envelope(step.namespace, block_hash, payload_checksum=payload_checksum)
+        envelope = step.namespace.envelopes.encode(block_hash, payload_checksum=payload_checksum)
         parts += [BlockHeader(position, ENVELOPE_BYTES + len(block)).encode(), envelope, block]
         gathered_bytes += len(block)
         if gathered_bytes >= _SEND_BYTES or position == last:

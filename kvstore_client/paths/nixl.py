@@ -23,7 +23,6 @@ import numpy as np
 
 from kvstore.envelope import ENVELOPE_BYTES, checksum
 from kvstore.errors import DeadlineExceededError, ProtocolError, UnavailableError
-from kvstore.exact import exact_envelope
 from kvstore.messages import BlockState
 from kvstore.slab import (
     PAYLOAD_OFFSET_BYTES,
@@ -165,13 +164,12 @@ class NixlMover:
         self._is_closed = False
 
     def fetch(self, step: Fetch) -> list[BlockState]:
-        payload_bytes = step.namespace.block_layout.payload_bytes
+        payload_bytes = step.namespace.stored_bytes
         slots = self._slots(step.slots, block_count=len(step.hashes))
         for _, slot in slots:
-            # Every codec so far keeps the size, so there is one size that a block can have.
             if slot.size_bytes != ENVELOPE_BYTES + payload_bytes:
                 raise ProtocolError(
-                    f"a block of {slot.size_bytes} bytes; the layout gives {payload_bytes} and envelope"
+                    f"a block of {slot.size_bytes} bytes; the namespace gives {payload_bytes} and envelope"
                 )
         if not slots:
             return []
@@ -219,8 +217,8 @@ class NixlMover:
                 # Those that nobody has taken ahead are taken here, while the blocks are on their way.
                 for index in group:
                     payload_checksum = checksum(step.blocks[index]) if checksum_of is None else checksum_of(index)
-                    envelopes[index][:] = exact_envelope(
-                        step.namespace, step.hashes[index], payload_checksum=payload_checksum
+                    envelopes[index][:] = step.namespace.envelopes.encode(
+                        step.hashes[index], payload_checksum=payload_checksum
                     )
                 transfers.wait_next()
             transfers.write(

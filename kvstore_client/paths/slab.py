@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from kvstore.envelope import ENVELOPE_BYTES, checksum
 from kvstore.errors import CorruptBlockError, ProtocolError, UnavailableError
-from kvstore.exact import exact_envelopes
 from kvstore.keys import BlockHash, NamespaceId
 from kvstore.messages import BlockState, CommitState, Epoch, OwnerId
 from kvstore.namespace import Namespace
@@ -279,7 +278,7 @@ class SlabSession:
 
     def _first_view(self, record: SlotRecord, *, namespace: Namespace, block_hash: BlockHash) -> SeenBlock | BlockState:
         generation = record.generation
-        payload_bytes = namespace.block_layout.payload_bytes
+        payload_bytes = namespace.stored_bytes
         slot = self.slot(record, sequence=_readable(generation), payload_bytes=payload_bytes)
         header = slot[:SLOT_HEADER_BYTES]
         state = slot_state(header, generation)
@@ -333,9 +332,9 @@ class SlabMover:
     def fetch(self, step: Fetch, *, is_stopped: IsStopped = _never) -> list[BlockState]:
         """See `Mover`; blocks that are left when `is_stopped` are misses."""
         session = self._session(step)
-        records, payload_bytes = _records(step), step.namespace.block_layout.payload_bytes
+        records, payload_bytes = _records(step), step.namespace.stored_bytes
         states = [BlockState.MISS] * len(records)
-        envelopes = exact_envelopes(step.namespace)
+        envelopes = step.namespace.envelopes
 
         def load(index: int) -> None:
             record = records[index]
@@ -356,8 +355,8 @@ class SlabMover:
     def send(self, step: Send, *, is_stopped: IsStopped = _never) -> list[CommitState] | None:
         """See `Mover`; what is left when `is_stopped` is not in its slot, and the daemon will not commit it."""
         session = self._session(step)
-        records, payload_bytes = _records(step), step.namespace.block_layout.payload_bytes
-        envelopes = exact_envelopes(step.namespace)
+        records, payload_bytes = _records(step), step.namespace.stored_bytes
+        envelopes = step.namespace.envelopes
 
         def store(index: int) -> None:
             record = records[index]

@@ -64,9 +64,8 @@ def read_envelope(slot: memoryview, *, namespace: Namespace, block_hash: BlockHa
     envelope = Envelope.decode(slot[SLOT_HEADER_BYTES:PAYLOAD_OFFSET_BYTES])
     if envelope.block_hash != block_hash or envelope.namespace_id != namespace.id:
         raise CorruptBlockError(f"asked for block {block_hash.hex()[:16]}, got {envelope.block_hash.hex()[:16]}")
-    # Every codec so far keeps the size, so there is one size that a block can have.
-    if not envelope.payload_bytes == envelope.decoded_bytes == payload_bytes:
-        raise CorruptBlockError(f"block of {envelope.payload_bytes} bytes, the layout gives {payload_bytes}")
+    if envelope.payload_bytes != payload_bytes:
+        raise CorruptBlockError(f"block of {envelope.payload_bytes} bytes, the namespace gives {payload_bytes}")
     return envelope
 
 
@@ -92,7 +91,7 @@ def load_slot(
     found = take(target, slot[PAYLOAD_OFFSET_BYTES : PAYLOAD_OFFSET_BYTES + len(target)])
     if slot_state(header, generation) is SlotState.GONE:
         return BlockState.MISS
-    # Blocks are stored bit for bit, so there is one envelope that what has arrived can have.
+    # The namespace says all but the checksum, so there is one envelope that what has arrived can have.
     is_sound = envelope == envelopes.encode(block_hash, payload_checksum=found)
     return BlockState.HIT if is_sound else BlockState.CORRUPT
 

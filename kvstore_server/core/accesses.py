@@ -12,12 +12,13 @@ from blake3 import blake3
 
 from kvstore.keys import BlockHash
 from kvstore.messages import ACCESS_BLOCKS_MAX, ACCESS_NUMBER_BYTES, Access, AccessKind, Hint
-from kvstore_server.core.tenants import ScopedId
+from kvstore_server.core.tenants import ScopedId, tenant_of
 
 SECRET_BYTES = 32
 WATCH_S = 30.0
 """So long a namespace is watched after somebody has taken what there was."""
 _WATCHES_MAX = 16
+"""At once, and of each tenant its share, but one in any case: nobody ends another tenant's recording."""
 _BLOCKS_MAX = 1 << 18
 """Remembered of a namespace: 2 MiB, and a second of prompts of 16k tokens at 256 a second."""
 
@@ -50,8 +51,9 @@ class AccessLog:
     remembered any more begins anew. Numbers of blocks tell nobody their hashes: these are keyed with a secret.
     """
 
-    def __init__(self, *, secret: bytes) -> None:
+    def __init__(self, *, secret: bytes, tenant_count: int = 1) -> None:
         self._secret = secret
+        self._watches_per_tenant_max = max(_WATCHES_MAX // tenant_count, 1)
         self._watches: dict[ScopedId, _Watch] = {}
 
     def is_watched(self, namespace_id: ScopedId) -> bool:
@@ -105,8 +107,9 @@ class AccessLog:
     def _begin(self, namespace_id: ScopedId, *, uptime_s: float) -> _Watch:
         watch = self._watches.get(namespace_id)
         if watch is None or uptime_s > watch.until_s:
-            if watch is None and len(self._watches) >= _WATCHES_MAX:
-                del self._watches[min(self._watches, key=lambda one: self._watches[one].until_s)]
+            own = [one for one in self._watches if tenant_of(one) == tenant_of(namespace_id)]
+            if watch is None and len(own) >= self._watches_per_tenant_max:
+                del self._watches[min(own, key=lambda one: self._watches[one].until_s)]
             watch = self._watches[namespace_id] = _Watch(until_s=uptime_s, last_number=1)
         watch.until_s = uptime_s + WATCH_S
         return watch

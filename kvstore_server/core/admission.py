@@ -60,7 +60,7 @@ class Admission:
             raise InvalidArgumentError.of(
                 "write_budget_bytes_per_day", write_budget_bytes_per_day, "1 or more, or None for no limit"
             )
-        self._policy = policy
+        self.policy = policy
         self._budget = None if write_budget_bytes_per_day is None else _Budget(write_budget_bytes_per_day / _DAY_S)
         self._is_too_fast = False
         self._is_too_seldom_read = False
@@ -70,14 +70,14 @@ class Admission:
     @property
     def is_by_worth(self) -> bool:
         """Whether a full tier takes only what is worth more than what it has."""
-        return self._policy == "worth"
+        return self.policy == "worth"
 
     @property
     def is_selective(self) -> bool:
         """Whether a block must have been used twice, as things stand."""
-        if self._policy == "adaptive":
+        if self.policy == "adaptive":
             return self._is_too_fast or self._is_too_seldom_read
-        return self._policy == "second-hit"
+        return self.policy == "second-hit"
 
     def refusal(self, *, use_count: int, now_s: float) -> Refusal | None:
         """Why a block may not enter; None: it may."""

@@ -27,6 +27,8 @@ _REFUSAL_COUNT_MAX = 4096
 """Blocks of other namespaces that a search for one's own coldest passes over: some 12 ms, once per eviction."""
 _EVICTION_COUNT_MAX = 16
 """Blocks that one write evicts, a batch of writes: the disk is meant to be full, and a search is to serve them all."""
+_EXPIRED_COUNT_MAX = 1024
+"""Blocks that one call lets leave as their time is over, some 15 ms; the rest have their turn with the next call."""
 _SEQUENCE_MAX = (1 << 63) - 1
 """Beyond all writes of a device's life; a record above it is damaged, and must not use up what fits into 64 bits."""
 
@@ -61,6 +63,8 @@ class DiskCounters:
     written_count: int = 0
     written_bytes: int = 0
     evicted_count: int = 0
+    expired_count: int = 0
+    """Blocks that were unused for as long as their clients had said that they were worth keeping."""
     dropped_count: int = 0
     """Blocks that did not verify."""
     read_count: int = 0
@@ -104,6 +108,21 @@ class DiskCore:
         self._evicted: dict[BlockKey, None] = {}  # a dict for its order
         self.on_left: Callable[[Sequence[BlockKey], Fate], None] = _nobody
         """Told of blocks that have left."""
+
+    @property
+    def policy(self) -> str:
+        """By which blocks leave, as it was asked for."""
+        return self._evictor.policy
+
+    @property
+    def policy_in_force(self) -> str:
+        """The same as it is now: one that learns may follow another."""
+        return self._evictor.policy_in_force
+
+    @property
+    def admission_policy(self) -> str:
+        """By which blocks may enter."""
+        return self._admission.policy
 
     # --- namespaces
 
@@ -174,6 +193,10 @@ class DiskCore:
         """More is known of the request that used this chain last."""
         self._now_s = now_s
         self._evictor.describe(keys, request, now_s=now_s)
+
+    def retell(self, use: Use, request: Request) -> Use:
+        """The same use where this is known of its request, for blocks that are yet to be written."""
+        return self._evictor.retell(use, request) if self._evictor.made(use) else use
 
     def last_use(self, key: BlockKey) -> Use | None:
         """For which a block that is here was used last."""
@@ -259,6 +282,16 @@ class DiskCore:
         self.on_left([key], Fate.FAILED)
         self.counters.dropped_count += 1
         return True
+
+    def expire(self, *, now_s: float) -> None:
+        """Drops blocks that were not to be kept so long unused, some per call, but none that somebody uses."""
+        self._now_s = now_s
+        keys = self._evictor.expired(now_s=now_s, count_max=_EXPIRED_COUNT_MAX)
+        for key in keys:
+            self._was_read.pop(self._namespaces[key.namespace_id].stored[key.block_hash].place, None)
+            self._forget(key)
+        self.on_left(keys, Fate.EVICTED)
+        self.counters.expired_count += len(keys)
 
     def evict_coldest(self, count: int) -> None:
         """Lets so many blocks leave, tails first, as far as nobody uses them: for want of room in the index."""

@@ -16,7 +16,6 @@ from typing import NamedTuple, Protocol
 from kvstore.envelope import ENVELOPE_BYTES, EnvelopeTemplate, PayloadChecksum
 from kvstore.errors import CapacityError, LayoutMismatchError, NamespaceUnknownError
 from kvstore.eviction import NO_HINT, Evictor, Request, Use, Watermarks
-from kvstore.exact import exact_envelopes
 from kvstore.keys import BlockHash, pack_hashes
 from kvstore.layout import DTYPE_BYTES
 from kvstore.messages import (
@@ -138,6 +137,12 @@ class LowerTier(Protocol):
     def describe(self, keys: Sequence[BlockKey], request: Request, *, now_s: float) -> None:
         """More is known of the request that used this chain, given head first, last."""
 
+    def retell(self, use: Use, request: Request) -> Use:
+        """The same use where this is known of its request, for blocks that are yet to go down."""
+
+    def expire(self, *, now_s: float) -> None:
+        """Drops blocks that were not to be kept so long unused, some per call."""
+
     def last_use(self, key: BlockKey) -> Use | None:
         """For which a block that is there was used last; None: it is not there."""
 
@@ -201,6 +206,7 @@ class Counters:
     corrupt_on_commit_count: int = 0
     corrupt_in_memory_count: int = 0
     refused_full_count: int = 0
+    """Blocks without room, and those behind them in their chains."""
     refused_draining_count: int = 0
     refused_overloaded_count: int = 0
     sent_count: int = 0
@@ -313,7 +319,7 @@ class StoreCore:
 
     def open_namespace(self, namespace: Namespace, *, payload_bytes: int, tenant: Tenant = DEFAULT_TENANT) -> int:
         """Makes a namespace known; returns its slot size. Raises when the two sides differ on the block size."""
-        expected_bytes = namespace.block_layout.payload_bytes
+        expected_bytes = namespace.stored_bytes
         if payload_bytes != expected_bytes:
             raise LayoutMismatchError(
                 f"payload_bytes is {payload_bytes}; namespace {namespace.model} gives {expected_bytes} "
@@ -326,7 +332,7 @@ class StoreCore:
         slot_bytes = self.space.open(namespace_id, block_bytes=block_bytes)
         self._evictor.capacity_blocks = max(self._evictor.capacity_blocks, self.space.capacity_bytes // slot_bytes)
         if namespace_id not in self._namespaces:
-            self._namespaces[namespace_id] = _NamespaceEntry(namespace=namespace, envelopes=exact_envelopes(namespace))
+            self._namespaces[namespace_id] = _NamespaceEntry(namespace=namespace, envelopes=namespace.envelopes)
             self._siblings.clear()
         return slot_bytes
 
@@ -335,14 +341,14 @@ class StoreCore:
         return list(self._namespaces)
 
     def payload_bytes(self, namespace_id: ScopedId) -> int:
-        return self._entry(namespace_id).namespace.block_layout.payload_bytes
+        return self._entry(namespace_id).namespace.stored_bytes
 
     def element_bytes(self, namespace_id: ScopedId) -> int:
         """Of the payload's elements."""
         return DTYPE_BYTES[self._entry(namespace_id).namespace.dtype]
 
     def envelopes(self, namespace_id: ScopedId) -> EnvelopeTemplate:
-        """What the envelopes of blocks look like that are stored bit for bit."""
+        """What the envelopes of its blocks look like."""
         return self._entry(namespace_id).envelopes
 
     def arena_owner(self, index: int) -> Tenant | None:
@@ -474,8 +480,13 @@ class StoreCore:
         self.now_s = now_s
         keys = list(map(BlockKey, repeat(namespace_id), hashes))
         self._evictor.describe(keys, request, now_s=now_s)
-        if self.lower is not None:
-            self.lower.describe(keys, request, now_s=now_s)
+        if self.lower is None:
+            return
+        self.lower.describe(keys, request, now_s=now_s)
+        # What only memory has is to be known below, too, when it goes down.
+        for use in {self._evictor.last_use(key) for key in keys if key in self._evictor}:
+            if use.below is not None and use.below.request != use.request:
+                use.below = self.lower.retell(use.below, use.request)
 
     # --- writing
 
@@ -505,6 +516,8 @@ class StoreCore:
         use = self._touch(namespace_id, [*([parent_hash] if parent_hash else []), *hashes], request=request)
         parent = BlockKey(namespace_id, parent_hash) if parent_hash else None
         is_cut = False
+        cut_state = ReserveState.FULL
+        refused_count = 0
         for block_hash in hashes:
             key = BlockKey(namespace_id, block_hash)
             reservation = None
@@ -520,13 +533,12 @@ class StoreCore:
                 self.counters.refused_overloaded_count += 1
             elif is_cut:
                 state = ReserveState.ORPHAN
+                refused_count += 1
             elif (place := self._admit(key, parent=parent, may_lose=False, use=use)) is None:
-                if self.demoting_bytes:  # room is on its way
-                    state = ReserveState.OVERLOADED
-                    self.counters.refused_overloaded_count += 1
-                else:
-                    state = ReserveState.FULL
-                    self.counters.refused_full_count += 1
+                # Room may be on its way.
+                state = ReserveState.OVERLOADED if self.demoting_bytes else ReserveState.FULL
+                cut_state = state
+                refused_count += 1
                 is_cut = True
             else:
                 state = ReserveState.RESERVED
@@ -540,6 +552,11 @@ class StoreCore:
             states.append(state)
             reservations.append(reservation)
             parent = key
+        # What comes behind a block without room is refused for the same reason.
+        if cut_state is ReserveState.OVERLOADED:
+            self.counters.refused_overloaded_count += refused_count
+        else:
+            self.counters.refused_full_count += refused_count
         refused = [one for one, state in zip(hashes, states, strict=True) if state in _REFUSED_STATES]
         self.reuse.left(namespace_id, pack_hashes(refused), Fate.REFUSED)
         return bytes(states), reservations
@@ -625,7 +642,8 @@ class StoreCore:
         return len(reservations)
 
     def expire(self, *, now_s: float) -> int:
-        """Ends leases and reservations whose time is up, and drops blocks that were not to be kept so long unused.
+        """Ends leases and reservations whose time is up, and drops blocks that were not to be kept so long unused, in
+        the lower tier, too.
 
         Returns how many reservations have ended, which may unblock waiters.
         """
@@ -640,6 +658,8 @@ class StoreCore:
             else:
                 self._give_up(reservation)
         self.counters.expired_reservation_count += len(expired)
+        if self.lower is not None:
+            self.lower.expire(now_s=now_s)
         unwanted = self._evictor.expired(now_s=now_s, count_max=_EVICTION_COUNT_MAX)
         for key in unwanted:
             self._drop(key)
@@ -828,6 +848,16 @@ class StoreCore:
         self.counters.promoted_count += self._settle(settled, is_verified=True)
 
     # --- figures
+
+    @property
+    def policy(self) -> str:
+        """By which blocks leave, as it was asked for."""
+        return self._evictor.policy
+
+    @property
+    def policy_in_force(self) -> str:
+        """The same as it is now: one that learns may follow another."""
+        return self._evictor.policy_in_force
 
     @property
     def lease_count(self) -> int:
@@ -1073,6 +1103,8 @@ class StoreCore:
                     may_evict=lambda key: key.namespace_id == namespace_id,
                     count_max=_LOSS_COUNT_MAX,
                 )
+            if not self.demoting_bytes:
+                self._copy_slab_to_claim(self.lower, namespace_id)
             if self.demoting_bytes:
                 return self.space.allocate(namespace_id)
         if not self._claim_slab(namespace_id):
@@ -1137,10 +1169,34 @@ class StoreCore:
         return max(own_count // 64, 1) * self.space.slot_bytes(namespace_id)
 
     def _claim_slab(self, namespace_id: ScopedId, *, is_lossless: bool = False) -> bool:
-        """When the tenant's coldest block is another namespace's, empties a slab that nobody uses for this one.
+        """Empties a slab of another namespace for this one, if one is to be claimed.
+
+        `is_lossless`: only if nothing is lost to the lower tier.
+        """
+        slab = self._slab_to_claim(namespace_id)
+        return slab is not None and self._empty_slab(slab, is_lossless=is_lossless)
+
+    def _copy_slab_to_claim(self, lower: LowerTier, namespace_id: ScopedId) -> None:
+        """Lets what would be lost with a slab of another namespace go down first: asked again, it costs nothing."""
+        slab = self._slab_to_claim(namespace_id)
+        if slab is None:
+            return
+        copies: dict[BlockKey, None] = {}
+        for key in [self._key_at[place] for place in self.space.taken_places(slab)]:
+            if key not in copies and self._is_undemoted(key):
+                copies |= dict.fromkeys([*self._ancestors_to_copy(lower, key, known=copies), key])
+        room_bytes = self.departing_bytes_max
+        for key in copies:
+            room_bytes -= self.space.slot_bytes(key.namespace_id)
+            if room_bytes < 0 and self.demoting_bytes:
+                break  # but one block may always go down, however large it is
+            self._begin_copy(key)
+
+    def _slab_to_claim(self, namespace_id: ScopedId) -> SlabId | None:
+        """When the tenant's coldest block is another namespace's, a slab that nobody uses.
 
         This is how space follows demand. Of the coldest block's namespace the emptiest slab goes: eviction has
-        thinned the coldest ones most, and the least is lost. `is_lossless`: only if nothing is lost to the lower tier.
+        thinned the coldest ones most, and the least is lost.
         """
         tenant = tenant_of(namespace_id)
         if self.space.tenant_count == 1:
@@ -1150,15 +1206,13 @@ class StoreCore:
                 may_evict=lambda key: tenant_of(key.namespace_id) == tenant, now_s=self.now_s
             )
         if coldest is None or coldest.namespace_id == namespace_id:
-            return False
+            return None
         unused = [
             (owner != coldest.namespace_id, taken_count, slab)
             for owner, slab, taken_count in self.space.slabs_of_others(namespace_id)
             if slab not in self._use_counts and tenant_of(owner) == tenant
         ]
-        if not unused:
-            return False
-        return self._empty_slab(min(unused)[-1], is_lossless=is_lossless)
+        return min(unused)[-1] if unused else None
 
     def _claim_foreign_slab(self, tenant: Tenant) -> None:
         """Has a slab's memory replaced for a tenant that is out of room: a free one, or one of who has too much.

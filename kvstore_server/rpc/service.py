@@ -125,7 +125,7 @@ class StoreService:
         self._core = core
         core.reuse.used_bytes = self._used_bytes
         self._session_secret = secrets.token_bytes(SECRET_BYTES)
-        self._accesses = AccessLog(secret=secrets.token_bytes(SECRET_BYTES))
+        self._accesses = AccessLog(secret=secrets.token_bytes(SECRET_BYTES), tenant_count=core.space.tenant_count)
         self._arenas = arenas
         self._in_flight = in_flight
         self._transfers = transfers
@@ -190,6 +190,7 @@ class StoreService:
             nvme=None if (figures := self.nvme_figures()) is None else _nvme_stats(figures),
             reuse=core.reuse.total,
             recent_reuse=core.reuse.recent,
+            policy=_policy_text(core.policy, core.policy_in_force),
         )
 
     async def describe_namespaces(self, _: m.DescribeNamespacesRequest, caller: Caller) -> m.DescribeNamespacesResponse:
@@ -445,6 +446,8 @@ class StoreService:
             is_overloaded=self._is_overloaded(request.path, owner_id, caller),
             request=hinted,
         )
+        parent = [BlockHash(request.parent_hash)] if request.parent_hash else []
+        self._note_access(namespace_id, m.AccessKind.WRITE, [*parent, *hashes], request.hint, matched_count=len(parent))
         self._note_ended(namespace_id, hashes, hinted)
         if self.nvme is not None:
             self.nvme.wake()
@@ -902,4 +905,15 @@ def _nvme_stats(figures: NvmeFigures) -> NvmeStats:
         dropped_count=sum(figures.dropped_counts.values()),
         corrupt_count=figures.corrupt_count,
         undemoted_count=figures.undemoted_count,
+        policy=_policy_text(figures.policy, figures.policy_in_force),
+        admission=figures.admission,
+        prefetch_started_count=figures.prefetch_started_count,
+        prefetch_refused_count=figures.prefetch_refused_count,
+        prefetch_useful_count=figures.prefetch_useful_count,
+        prefetch_late_count=figures.prefetch_late_count,
+        prefetch_wasted_count=figures.prefetch_wasted_count,
     )
+
+
+def _policy_text(configured: str, in_force: str) -> str:
+    return configured if in_force == configured else f"{configured}, which follows {in_force} at present"

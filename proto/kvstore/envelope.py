@@ -44,6 +44,10 @@ class Codec(IntEnum):
     """The plane is absent."""
     EXACT = 1
     """The plane's elements as the layout says, bit for bit."""
+    FP8 = 2
+    """From here on as docs/formats/precision.md says."""
+    INT8 = 3
+    INT4 = 4
 
 
 _CODECS = {int(codec): codec for codec in Codec}
@@ -188,9 +192,9 @@ def verify_block(
 ) -> memoryview:
     """The payload of an enveloped block, proved to be the block that was asked for.
 
-    `payload_bytes` is what the layout gives in full precision, `payload_checksum` that of these very bytes where it
-    is known already. Raises `CorruptBlockError` when the magic, the key echo, a length or a checksum is wrong; bytes
-    behind the payload are not looked at.
+    `payload_bytes` is what the namespace stores, `payload_checksum` that of these very bytes where it is known
+    already. Raises `CorruptBlockError` when the magic, the key echo, a length or a checksum is wrong; bytes behind the
+    payload are not looked at.
     """
     view = memoryview(block)
     envelope = Envelope.decode(view)
@@ -199,8 +203,8 @@ def verify_block(
             f"asked for block {block_hash.hex()[:16]}, got {envelope.block_hash.hex()[:16]} "
             f"of namespace {envelope.namespace_id.hex()[:16]}"
         )
-    if envelope.decoded_bytes != payload_bytes:
-        raise CorruptBlockError(f"block decodes to {envelope.decoded_bytes} bytes, the layout has {payload_bytes}")
+    if envelope.payload_bytes != payload_bytes:
+        raise CorruptBlockError(f"payload of {envelope.payload_bytes} bytes, the namespace stores {payload_bytes}")
     payload = view[ENVELOPE_BYTES : ENVELOPE_BYTES + envelope.payload_bytes]
     if len(payload) != envelope.payload_bytes:
         raise CorruptBlockError(f"payload has {len(payload)} of {envelope.payload_bytes} bytes")

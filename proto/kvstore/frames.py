@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvstore.envelope import Buffer
 from kvstore.errors import ProtocolError
-from kvstore.keys import BlockHash
+from kvstore.keys import BlockHash, NamespaceId
 from kvstore.messages import FRAME_DATA_BYTES_MAX, BlockState, OwnerId, ReservationId
 
 _VARINT = 0
@@ -54,6 +54,7 @@ class StoreFrame:
     block_hash: BlockHash | None = None
     parent_hash: BlockHash | None = None
     offset_bytes: int = 0
+    namespace_id: NamespaceId | None = None
     data: memoryview = _EMPTY
 
 
@@ -95,16 +96,23 @@ def decode_write_frame(message: bytes) -> WriteFrame:
 
 
 def encode_store_frame(frame: StoreFrame) -> bytes:
-    return _encode(((1, frame.block_hash or b""), (2, frame.parent_hash or b""), (3, frame.offset_bytes)), frame.data)
+    fields = (
+        (1, frame.block_hash or b""),
+        (2, frame.parent_hash or b""),
+        (3, frame.offset_bytes),
+        (4, frame.namespace_id or b""),
+    )
+    return _encode(fields, frame.data)
 
 
 def decode_store_frame(message: bytes) -> StoreFrame:
     numbers, strings, data = _decode(message)
-    block_hash, parent_hash = strings.get(1), strings.get(2)
+    block_hash, parent_hash, namespace_id = strings.get(1), strings.get(2), strings.get(4)
     return StoreFrame(
         block_hash=BlockHash(block_hash) if block_hash else None,
         parent_hash=BlockHash(parent_hash) if parent_hash else None,
         offset_bytes=numbers.get(3, 0),
+        namespace_id=NamespaceId(namespace_id) if namespace_id else None,
         data=data,
     )
 

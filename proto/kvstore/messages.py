@@ -180,6 +180,14 @@ class NvmeStats:
     dropped_count: int
     corrupt_count: int
     undemoted_count: int
+    policy: str = ""
+    admission: str = ""
+    """Empty from a daemon that does not tell."""
+    prefetch_started_count: int = 0
+    prefetch_refused_count: int = 0
+    prefetch_useful_count: int = 0
+    prefetch_late_count: int = 0
+    prefetch_wasted_count: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,6 +255,8 @@ class StoreStats:
     reuse: ReuseStats | None = None
     """Since the start; None from a daemon that does not tell."""
     recent_reuse: ReuseStats | None = None
+    policy: str = ""
+    """By which blocks leave memory; empty from a daemon that does not tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -470,6 +480,7 @@ class AccessKind(IntEnum):
     LOOKUP = 1
     READ = 2
     HINT = 3
+    WRITE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -481,6 +492,7 @@ class Access:
     block_numbers: bytes
     """`ACCESS_NUMBER_BYTES` for each block."""
     matched_count: int = 0
+    """Leading blocks that were there; of a write 1 if its first is the one before those that are written."""
     hint: Hint | None = None
 
 
@@ -516,6 +528,17 @@ class GetAgentStatusRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AgentNamespaceStatus:
+    namespace_id: NamespaceId
+    model: str
+    capacity_bytes: int
+    used_bytes: int
+    resident_count: int
+    session_count: int
+    granted_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AgentStatus:
     version: str
     device: str
@@ -529,17 +552,26 @@ class AgentStatus:
     lost_count: int
     step: int
     uptime_s: float
+    namespaces: tuple[AgentNamespaceStatus, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAgentNamespaceRequest:
     namespace: Namespace
+    quota_bytes: int = 0
+    further_count: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAgentNamespaceResponse:
     namespace_id: NamespaceId
     slot_count: int
+    block_bytes: int
+    batch_count_max: int
+    attach_socket: str
+    lease_s: float
+    cuda_ipc_handle: bytes = b""
+    device_uuid: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -550,14 +582,87 @@ class StoreBlocksResponse:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadBlocksRequest:
     block_hashes: bytes
+    namespace_id: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TouchBlocksRequest:
     block_hashes: bytes
     step_count: int = field(default=1)
+    namespace_id: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TouchBlocksResponse:
     step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FindBlocksRequest:
+    namespace_id: NamespaceId
+    block_hashes: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FindBlocksResponse:
+    block_states: bytes
+
+
+class SlotGrant(IntEnum):
+    UNSPECIFIED = 0
+    RESERVED = 1
+    PRESENT = 2
+    REFUSED = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReserveSlotsRequest:
+    session_id: OwnerId
+    block_hashes: bytes
+    parent_hash: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReserveSlotsResponse:
+    slot_grants: bytes
+    slots: tuple[int, ...] = ()
+    reservation_number: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitSlotsRequest:
+    session_id: OwnerId
+    reservation_number: int
+    written: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitSlotsResponse:
+    stored: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcquireSlotsRequest:
+    session_id: OwnerId
+    block_hashes: bytes
+    parent_hash: bytes = b""
+    wait_s: float = 0.0
+    released_lease_numbers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcquireSlotsResponse:
+    block_states: bytes
+    slots: tuple[int, ...] = ()
+    lease_number: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseSlotsRequest:
+    session_id: OwnerId
+    lease_numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseSlotsResponse:
+    pass

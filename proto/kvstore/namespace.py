@@ -14,9 +14,11 @@ from functools import cached_property
 
 from blake3 import blake3
 
+from kvstore.envelope import Codec, Envelope, EnvelopeTemplate
 from kvstore.errors import InvalidArgumentError
-from kvstore.keys import NamespaceId
+from kvstore.keys import HASH_BYTES, BlockHash, NamespaceId
 from kvstore.layout import BlockLayout, parse_order
+from kvstore.precision import CODECS, EncodedLayout, encoded_layout
 
 _MAGIC = b"KVNS"
 _VERSION = 1
@@ -90,8 +92,9 @@ class Namespace:
     tenant_salt: bytes
     """Separates tenants; empty on a single-tenant daemon."""
     k_precision: str
-    """Codecs allowed for the stored K plane; `exact` allows none that loses bits."""
+    """How the K plane is stored, one of `precision.PRECISIONS`; `exact` loses no bit."""
     v_precision: str
+    """How the V plane is stored; `exact` when there is none."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -105,10 +108,7 @@ class Namespace:
             raise InvalidArgumentError.of("shard", self.shard, "a Shard, or None when the layout is shard-agnostic")
         if not isinstance(self.tenant_salt, bytes) or len(self.tenant_salt) > STRING_MAX_BYTES:
             raise InvalidArgumentError.of("tenant_salt", self.tenant_salt, f"up to {STRING_MAX_BYTES} bytes")
-        for name in ("k_precision", "v_precision"):
-            if getattr(self, name) not in PRECISIONS:
-                raise InvalidArgumentError.of(name, getattr(self, name), ", ".join(PRECISIONS))
-        self.block_layout.payload_bytes  # noqa: B018  (checks dtype and sizes)
+        self.encoded_layout  # noqa: B018  (checks dtype, sizes and precisions)
 
     @cached_property
     def block_layout(self) -> BlockLayout:
@@ -120,6 +120,40 @@ class Namespace:
             tokens_per_block=self.tokens_per_block,
             dtype=self.dtype,
             order=parse_order(self.layout),
+        )
+
+    @cached_property
+    def encoded_layout(self) -> EncodedLayout:
+        """How a block is stored; `block_layout` is how an engine has it."""
+        return encoded_layout(self.block_layout, k_precision=self.k_precision, v_precision=self.v_precision)
+
+    @cached_property
+    def stored_bytes(self) -> int:
+        """Bytes of one block as it is stored, without its envelope: what `put` takes and `get` gives."""
+        return self.encoded_layout.payload_bytes
+
+    def check_exact(self) -> None:
+        """For who stores blocks as an engine has them: raises `InvalidArgumentError` when a plane takes fewer bits."""
+        for field, plane in zip(("k_precision", "v_precision"), self.encoded_layout.planes, strict=False):
+            if not plane.is_exact:
+                raise InvalidArgumentError.of(field, plane.precision, "exact: nothing encodes blocks here")
+
+    @cached_property
+    def envelopes(self) -> EnvelopeTemplate:
+        """Of this namespace's blocks, which it says all of but the checksum."""
+        k, *v = self.encoded_layout.planes
+        return EnvelopeTemplate(
+            Envelope(
+                namespace_id=self.id,
+                block_hash=BlockHash(bytes(HASH_BYTES)),
+                k_codec=CODECS[k.precision],
+                v_codec=CODECS[v[0].precision] if v else Codec.NONE,
+                tokens=self.tokens_per_block,
+                k_bytes=k.size_bytes,
+                v_bytes=v[0].size_bytes if v else 0,
+                decoded_bytes=self.block_layout.payload_bytes,
+                payload_checksum=0,
+            )
         )
 
     @cached_property
@@ -199,9 +233,6 @@ def _shown(value: object) -> str:
         return f"{len(value)} bytes, blake3 {blake3(value).hexdigest()[:16]}" if value else "none"
     return value if isinstance(value, str) else json.dumps(value, default=str, sort_keys=True)
 
-
-PRECISIONS = ("exact",)
-"""Precision policies of a plane that this version can store."""
 
 _FIELDS: dict[int, str] = {number: field.name for number, field in enumerate(fields(Namespace), start=1)}
 _INTEGER_FIELDS = frozenset({"num_layers", "num_kv_heads", "head_dim", "v_head_dim", "tokens_per_block"})

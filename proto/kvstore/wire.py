@@ -149,6 +149,7 @@ _STATS = (
     "sent_count",
     "unsent_count",
     "refused_count",
+    "policy",
 )
 _NVME_STATS = (
     "reason",
@@ -165,6 +166,13 @@ _NVME_STATS = (
     "dropped_count",
     "corrupt_count",
     "undemoted_count",
+    "policy",
+    "admission",
+    "prefetch_started_count",
+    "prefetch_refused_count",
+    "prefetch_useful_count",
+    "prefetch_late_count",
+    "prefetch_wasted_count",
 )
 _REUSE_STATS = (
     "hit_count",
@@ -872,41 +880,167 @@ _AGENT_STATUS = (
 )
 
 
+_AGENT_NAMESPACE = (
+    "namespace_id",
+    "model",
+    "capacity_bytes",
+    "used_bytes",
+    "resident_count",
+    "session_count",
+    "granted_count",
+)
+_AGENT_OPENED = (
+    "namespace_id",
+    "slot_count",
+    "block_bytes",
+    "batch_count_max",
+    "attach_socket",
+    "cuda_ipc_handle",
+    "device_uuid",
+)
+
+
 def _encode_agent_status(value: m.AgentStatus) -> bytes:
     pb = agent_pb2.GetAgentStatusResponse(uptime_duration=_duration(value.uptime_s))
+    for namespace in value.namespaces:
+        _copy(namespace, pb.namespaces.add(), _AGENT_NAMESPACE)
     return bytes(_copy(value, pb, _AGENT_STATUS).SerializeToString())
 
 
 def _decode_agent_status(data: bytes) -> m.AgentStatus:
     pb = _parse(agent_pb2.GetAgentStatusResponse, data)
-    return m.AgentStatus(uptime_s=_seconds(pb.uptime_duration), **_fields(pb, _AGENT_STATUS))
+    return m.AgentStatus(
+        uptime_s=_seconds(pb.uptime_duration),
+        namespaces=tuple(m.AgentNamespaceStatus(**_fields(one, _AGENT_NAMESPACE)) for one in pb.namespaces),
+        **_fields(pb, _AGENT_STATUS),
+    )
 
 
 def _encode_agent_open(value: m.OpenAgentNamespaceRequest) -> bytes:
     return agent_pb2.OpenAgentNamespaceRequest(
-        namespace=store_pb2.Namespace(canonical=value.namespace.encode())
+        namespace=store_pb2.Namespace(canonical=value.namespace.encode()),
+        quota_bytes=value.quota_bytes,
+        further_count=value.further_count,
     ).SerializeToString()
 
 
 def _decode_agent_open(data: bytes) -> m.OpenAgentNamespaceRequest:
     pb = _parse(agent_pb2.OpenAgentNamespaceRequest, data)
-    return m.OpenAgentNamespaceRequest(namespace=Namespace.decode(pb.namespace.canonical))
+    return m.OpenAgentNamespaceRequest(
+        namespace=Namespace.decode(pb.namespace.canonical),
+        quota_bytes=pb.quota_bytes,
+        further_count=pb.further_count,
+    )
 
 
 def _encode_agent_opened(value: m.OpenAgentNamespaceResponse) -> bytes:
-    return agent_pb2.OpenAgentNamespaceResponse(
-        namespace_id=value.namespace_id, slot_count=value.slot_count
-    ).SerializeToString()
+    pb = agent_pb2.OpenAgentNamespaceResponse(lease_duration=_duration(value.lease_s))
+    return bytes(_copy(value, pb, _AGENT_OPENED).SerializeToString())
 
 
 def _decode_agent_opened(data: bytes) -> m.OpenAgentNamespaceResponse:
     pb = _parse(agent_pb2.OpenAgentNamespaceResponse, data)
-    return m.OpenAgentNamespaceResponse(namespace_id=NamespaceId(pb.namespace_id), slot_count=pb.slot_count)
+    return m.OpenAgentNamespaceResponse(lease_s=_seconds(pb.lease_duration), **_fields(pb, _AGENT_OPENED))
+
+
+_TOUCH = ("block_hashes", "step_count", "namespace_id")
+_RESERVE_SLOTS = ("session_id", "block_hashes", "parent_hash")
+_COMMIT_SLOTS = ("session_id", "reservation_number", "written")
+
+
+def _encode_load(value: m.LoadBlocksRequest) -> bytes:
+    pb = agent_pb2.LoadBlocksRequest()
+    return bytes(_copy(value, pb, ("block_hashes", "namespace_id")).SerializeToString())
+
+
+def _decode_load(data: bytes) -> m.LoadBlocksRequest:
+    pb = _parse(agent_pb2.LoadBlocksRequest, data)
+    return m.LoadBlocksRequest(**_fields(pb, ("block_hashes", "namespace_id")))
+
+
+def _encode_touch(value: m.TouchBlocksRequest) -> bytes:
+    return bytes(_copy(value, agent_pb2.TouchBlocksRequest(), _TOUCH).SerializeToString())
 
 
 def _decode_touch(data: bytes) -> m.TouchBlocksRequest:
-    pb = _parse(agent_pb2.TouchBlocksRequest, data)
-    return m.TouchBlocksRequest(block_hashes=pb.block_hashes, step_count=pb.step_count)
+    return m.TouchBlocksRequest(**_fields(_parse(agent_pb2.TouchBlocksRequest, data), _TOUCH))
+
+
+def _encode_find(value: m.FindBlocksRequest) -> bytes:
+    pb = agent_pb2.FindBlocksRequest()
+    return bytes(_copy(value, pb, ("namespace_id", "block_hashes")).SerializeToString())
+
+
+def _decode_find(data: bytes) -> m.FindBlocksRequest:
+    pb = _parse(agent_pb2.FindBlocksRequest, data)
+    return m.FindBlocksRequest(namespace_id=NamespaceId(pb.namespace_id), block_hashes=pb.block_hashes)
+
+
+def _encode_reserve_slots(value: m.ReserveSlotsRequest) -> bytes:
+    return bytes(_copy(value, agent_pb2.ReserveSlotsRequest(), _RESERVE_SLOTS).SerializeToString())
+
+
+def _decode_reserve_slots(data: bytes) -> m.ReserveSlotsRequest:
+    return m.ReserveSlotsRequest(**_fields(_parse(agent_pb2.ReserveSlotsRequest, data), _RESERVE_SLOTS))
+
+
+def _encode_reserved_slots(value: m.ReserveSlotsResponse) -> bytes:
+    return agent_pb2.ReserveSlotsResponse(
+        slot_grants=value.slot_grants, slots=value.slots, reservation_number=value.reservation_number
+    ).SerializeToString()
+
+
+def _decode_reserved_slots(data: bytes) -> m.ReserveSlotsResponse:
+    pb = _parse(agent_pb2.ReserveSlotsResponse, data)
+    return m.ReserveSlotsResponse(
+        slot_grants=pb.slot_grants, slots=tuple(pb.slots), reservation_number=pb.reservation_number
+    )
+
+
+def _encode_commit_slots(value: m.CommitSlotsRequest) -> bytes:
+    return bytes(_copy(value, agent_pb2.CommitSlotsRequest(), _COMMIT_SLOTS).SerializeToString())
+
+
+def _decode_commit_slots(data: bytes) -> m.CommitSlotsRequest:
+    return m.CommitSlotsRequest(**_fields(_parse(agent_pb2.CommitSlotsRequest, data), _COMMIT_SLOTS))
+
+
+def _encode_acquire_slots(value: m.AcquireSlotsRequest) -> bytes:
+    pb = agent_pb2.AcquireSlotsRequest(
+        wait_duration=_duration(value.wait_s), released_lease_numbers=value.released_lease_numbers
+    )
+    return bytes(_copy(value, pb, _RESERVE_SLOTS).SerializeToString())
+
+
+def _decode_acquire_slots(data: bytes) -> m.AcquireSlotsRequest:
+    pb = _parse(agent_pb2.AcquireSlotsRequest, data)
+    return m.AcquireSlotsRequest(
+        wait_s=_seconds(pb.wait_duration),
+        released_lease_numbers=tuple(pb.released_lease_numbers),
+        **_fields(pb, _RESERVE_SLOTS),
+    )
+
+
+def _encode_acquired_slots(value: m.AcquireSlotsResponse) -> bytes:
+    return agent_pb2.AcquireSlotsResponse(
+        block_states=value.block_states, slots=value.slots, lease_number=value.lease_number
+    ).SerializeToString()
+
+
+def _decode_acquired_slots(data: bytes) -> m.AcquireSlotsResponse:
+    pb = _parse(agent_pb2.AcquireSlotsResponse, data)
+    return m.AcquireSlotsResponse(block_states=pb.block_states, slots=tuple(pb.slots), lease_number=pb.lease_number)
+
+
+def _encode_release_slots(value: m.ReleaseSlotsRequest) -> bytes:
+    return agent_pb2.ReleaseSlotsRequest(
+        session_id=value.session_id, lease_numbers=value.lease_numbers
+    ).SerializeToString()
+
+
+def _decode_release_slots(data: bytes) -> m.ReleaseSlotsRequest:
+    pb = _parse(agent_pb2.ReleaseSlotsRequest, data)
+    return m.ReleaseSlotsRequest(session_id=m.OwnerId(pb.session_id), lease_numbers=tuple(pb.lease_numbers))
 
 
 GET_AGENT_STATUS: Method[m.GetAgentStatusRequest, m.AgentStatus] = Method(
@@ -937,10 +1071,8 @@ STORE_BLOCKS: Method[frames.StoreFrame, m.StoreBlocksResponse] = Method(
 LOAD_BLOCKS: Method[m.LoadBlocksRequest, frames.ReadFrame] = Method(
     service=AGENT_SERVICE,
     name="LoadBlocks",
-    encode_request=lambda value: agent_pb2.LoadBlocksRequest(block_hashes=value.block_hashes).SerializeToString(),
-    decode_request=lambda data: m.LoadBlocksRequest(
-        block_hashes=_parse(agent_pb2.LoadBlocksRequest, data).block_hashes
-    ),
+    encode_request=_encode_load,
+    decode_request=_decode_load,
     encode_response=frames.encode_read_frame,
     decode_response=frames.decode_read_frame,
     streams=Streams.RESPONSE,
@@ -948,10 +1080,50 @@ LOAD_BLOCKS: Method[m.LoadBlocksRequest, frames.ReadFrame] = Method(
 TOUCH_BLOCKS: Method[m.TouchBlocksRequest, m.TouchBlocksResponse] = Method(
     service=AGENT_SERVICE,
     name="TouchBlocks",
-    encode_request=lambda value: agent_pb2.TouchBlocksRequest(
-        block_hashes=value.block_hashes, step_count=value.step_count
-    ).SerializeToString(),
+    encode_request=_encode_touch,
     decode_request=_decode_touch,
     encode_response=lambda value: agent_pb2.TouchBlocksResponse(step=value.step).SerializeToString(),
     decode_response=lambda data: m.TouchBlocksResponse(step=_parse(agent_pb2.TouchBlocksResponse, data).step),
+)
+FIND_BLOCKS: Method[m.FindBlocksRequest, m.FindBlocksResponse] = Method(
+    service=AGENT_SERVICE,
+    name="FindBlocks",
+    encode_request=_encode_find,
+    decode_request=_decode_find,
+    encode_response=lambda value: agent_pb2.FindBlocksResponse(block_states=value.block_states).SerializeToString(),
+    decode_response=lambda data: m.FindBlocksResponse(
+        block_states=_parse(agent_pb2.FindBlocksResponse, data).block_states
+    ),
+)
+RESERVE_SLOTS: Method[m.ReserveSlotsRequest, m.ReserveSlotsResponse] = Method(
+    service=AGENT_SERVICE,
+    name="ReserveSlots",
+    encode_request=_encode_reserve_slots,
+    decode_request=_decode_reserve_slots,
+    encode_response=_encode_reserved_slots,
+    decode_response=_decode_reserved_slots,
+)
+COMMIT_SLOTS: Method[m.CommitSlotsRequest, m.CommitSlotsResponse] = Method(
+    service=AGENT_SERVICE,
+    name="CommitSlots",
+    encode_request=_encode_commit_slots,
+    decode_request=_decode_commit_slots,
+    encode_response=lambda value: agent_pb2.CommitSlotsResponse(stored=value.stored).SerializeToString(),
+    decode_response=lambda data: m.CommitSlotsResponse(stored=_parse(agent_pb2.CommitSlotsResponse, data).stored),
+)
+ACQUIRE_SLOTS: Method[m.AcquireSlotsRequest, m.AcquireSlotsResponse] = Method(
+    service=AGENT_SERVICE,
+    name="AcquireSlots",
+    encode_request=_encode_acquire_slots,
+    decode_request=_decode_acquire_slots,
+    encode_response=_encode_acquired_slots,
+    decode_response=_decode_acquired_slots,
+)
+RELEASE_SLOTS: Method[m.ReleaseSlotsRequest, m.ReleaseSlotsResponse] = Method(
+    service=AGENT_SERVICE,
+    name="ReleaseSlots",
+    encode_request=_encode_release_slots,
+    decode_request=_decode_release_slots,
+    encode_response=lambda _: b"",
+    decode_response=lambda _: m.ReleaseSlotsResponse(),
 )

@@ -153,7 +153,7 @@ class FakeStore:
         error = self._fail()
         if error is not None:
             return lookup_result([BlockState.MISS] * len(hashes), error=error)
-        return lookup_result([self._state(block_hash) for block_hash in hashes], error=None)
+        return lookup_result([self._state(namespace, block_hash) for block_hash in hashes], error=None)
 
     def get(self, namespace: Namespace, hashes: Sequence[BlockHash], into: Buffers) -> GetResult:
         self.get_calls.append(tuple(hashes))
@@ -161,7 +161,7 @@ class FakeStore:
         error = self._fail()
         if error is not None:
             return get_result([BlockState.MISS] * len(hashes), error=error)
-        states = [self._state(block_hash) for block_hash in hashes]
+        states = [self._state(namespace, block_hash) for block_hash in hashes]
         for view, block_hash, state in zip(views, hashes, states, strict=True):
             if state is BlockState.HIT:
                 view[:] = self.blocks[block_hash]
@@ -198,13 +198,13 @@ class FakeStore:
     def view(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> Iterator[FakeViews]:
         self.view_calls.append(tuple(hashes))
         error = self._fail()
-        states = [BlockState.MISS if error else self._state(block_hash) for block_hash in hashes]
-        with self._taken(len(hashes)) as taken:
+        states = [BlockState.MISS if error else self._state(namespace, block_hash) for block_hash in hashes]
+        with self._taken(len(hashes), size_bytes=namespace.stored_bytes) as taken:
             views: list[FakeView | None] = []
             for block_hash, state, slot in zip(hashes, states, taken, strict=True):
                 views.append(None)
                 if state is BlockState.HIT:
-                    slot[:] = bytes(BLOCK_BYTES) if block_hash in self.rewritten else self.blocks[block_hash]
+                    slot[:] = bytes(len(slot)) if block_hash in self.rewritten else self.blocks[block_hash]
                     views[-1] = FakeView(slot.toreadonly(), partial(self.rewritten.__contains__, block_hash))
             self.on_view()
             yield FakeViews(states, views, error)
@@ -216,7 +216,7 @@ class FakeStore:
         assert len(set(hashes)) == len(hashes), "the same block twice"
         self.reserve_calls.append(tuple(hashes))
         error = self._fail()
-        with self._taken(len(hashes)) as taken:
+        with self._taken(len(hashes), size_bytes=namespace.stored_bytes) as taken:
             wanted = [not error and block_hash not in self.blocks for block_hash in hashes]
 
             def commit() -> PutResult:
@@ -235,15 +235,15 @@ class FakeStore:
             )
 
     @contextmanager
-    def _taken(self, count: int) -> Iterator[list[memoryview]]:
+    def _taken(self, count: int, *, size_bytes: int) -> Iterator[list[memoryview]]:
         """Slots that belong to nobody else until the end; then they are spoiled at once, as by their next owner."""
         indices = [self.free_slots.pop(0) for _ in range(count)]
-        slots = [self.shared[0].slot(index) for index in indices]
+        slots = [self.shared[0].slot(index)[:size_bytes] for index in indices]
         try:
             yield slots
         finally:
             for slot in slots:
-                slot[:] = b"\xee" * BLOCK_BYTES
+                slot[:] = b"\xee" * size_bytes
             self.free_slots += indices
 
     def _put(self, block_hash: BlockHash, view: memoryview, *, parent: BlockHash | None) -> PutState:
@@ -263,10 +263,12 @@ class FakeStore:
             return DeadlineExceededError("the daemon did not answer in time")
         return self.error
 
-    def _state(self, block_hash: BlockHash) -> BlockState:
+    def _state(self, namespace: Namespace, block_hash: BlockHash) -> BlockState:
+        """Of namespaces that differ in their precision each finds its own, which are all of one size."""
         if block_hash in self.corrupt:
             return BlockState.CORRUPT
-        return BlockState.HIT if block_hash in self.blocks else BlockState.MISS
+        found = self.blocks.get(block_hash)
+        return BlockState.HIT if found is not None and len(found) == namespace.stored_bytes else BlockState.MISS
 
 
 GONE = UnavailableError("connection refused")
@@ -278,7 +280,7 @@ def _views(
     return block_views(
         buffers,
         block_count=len(hashes),
-        block_bytes=namespace.block_layout.payload_bytes,
+        block_bytes=namespace.stored_bytes,
         field="buffers",
         is_writable=is_writable,
     )

@@ -161,16 +161,21 @@ def test_a_block_whose_lower_copy_was_lost_is_sent_again(make_agent: MakeAgent, 
 
 
 def test_hot_blocks_stay_and_cold_ones_go(make_agent: MakeAgent) -> None:
-    agent = make_agent(20, high_watermark=0.9, low_watermark=0.5)
+    now_s = 0.0
+    agent = make_agent(20, high_watermark=0.9, low_watermark=0.6, policy="window-lfu", clock=lambda: now_s)
     hot, cold = chain(8, seed=1), chain(8, seed=2)
     agent.store(hot, content(hot))
     agent.store(cold, content(cold))
     for _ in range(5):
         agent.step()
+        now_s += 2.0
         agent.touch(hot)
+    now_s += 2.0
+    agent.touch(cold)  # used last, and all the same colder
+    now_s += 2.0
     new = chain(4, seed=3)
     agent.store(new, content(new))
-    _wait_migrated(agent, 10)
+    _wait_migrated(agent, 8)
     assert agent.contains(hot) == (True,) * 8
 
 
@@ -188,11 +193,11 @@ def test_where_a_block_finds_no_room_the_rest_of_its_chain_is_refused_too(make_a
     agent, read, new = make_agent(4), chain(3, seed=1), chain(4, seed=2)
     agent.store(read, content(read))
     with agent._pool.changed:
-        slots = [slot for slot in map(agent._pool.table.hold, read) if slot is not None]
+        slots = [slot for slot in map(agent._pool.hold, read) if slot is not None]
     assert agent.store([*read, *new][2:], content([*read, *new][2:])) == (True, True, True, False, False)
     with agent._pool.changed:
         for slot in slots:
-            agent._pool.table.release(slot)
+            agent._pool.release(slot)
     assert agent.store(new, content(new)) == (True,) * 4
 
 

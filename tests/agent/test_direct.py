@@ -128,7 +128,7 @@ def test_a_slot_that_was_rewritten_while_it_was_copied_is_a_miss_and_leaves_the_
     agent, others = make_direct(make_agent, 8, room_wait_s=0.01), chain(held_count, seed=1)
     agent.store(others, content(others))
     with agent._pool.changed:
-        held = [slot for slot in map(agent._pool.table.hold, others) if slot is not None]
+        held = [slot for slot in map(agent._pool.hold, others) if slot is not None]
     shared.rewritten = {hashes[0], hashes[3]}
     assert _load_right_or_miss(agent, hashes) == [MISS, HIT, HIT, MISS, HIT, HIT]
     assert not any(agent.contains([hashes[0], hashes[3]]))
@@ -136,7 +136,7 @@ def test_a_slot_that_was_rewritten_while_it_was_copied_is_a_miss_and_leaves_the_
     assert _load_right_or_miss(agent, hashes) == [HIT] * 6
     with agent._pool.changed:
         for slot in held:
-            agent._pool.table.release(slot)
+            agent._pool.release(slot)
     agent.check_invariants()
 
 

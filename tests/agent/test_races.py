@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
+from gpu_agent import GpuAgent
 from gpu_agent.device.base import Event
 from gpu_agent.device.cpu import CpuDevice
 from kvstore.errors import CapacityError, InternalError
+from kvstore.keys import BlockHash
 from kvstore.messages import BlockState
 from tests.agent.conftest import MakeAgent
-from tests.agent.fakes import BLOCK_BYTES, FakeStore, chain, content
+from tests.agent.fakes import BLOCK_BYTES, GONE, NAMESPACE, FakeArena, FakeStore, chain, content
 
 SLOW_LINK_BYTES_PER_S = BLOCK_BYTES / 0.0005
 
@@ -29,9 +32,9 @@ class _StreamOrderedDevice(CpuDevice):
         nothing = torch.empty((0, 1), dtype=torch.uint8)
         self.copy_rows(source=nothing, source_rows=[], target=nothing, target_rows=[]).wait()
 
-    def copy_rows_for_caller(
+    def copy_rows_for_caller(  # type: ignore[override]
         self, *, source: Tensor, source_rows: Sequence[int], target: Tensor, target_rows: Sequence[int]
-    ) -> Event:  # type: ignore[override]
+    ) -> Event:
         return self.copy_rows(source=source, source_rows=source_rows, target=target, target_rows=target_rows)
 
 
@@ -80,15 +83,12 @@ def test_blocks_that_find_no_slot_reach_the_caller_past_the_pool(make_agent: Mak
     blocks = content(held)
     agent.store(held, blocks)
     device.wait_idle()
-    with agent._pool.changed:
-        slots = [slot for slot in map(agent._pool.table.hold, held) if slot is not None]
+    slots = [slot for slot in agent.hold(held) if slot is not None]
     into = torch.zeros((6, BLOCK_BYTES), dtype=torch.uint8)
     assert agent.load(hashes, into) == (BlockState.HIT,) * 6
     device.wait_idle()
     assert torch.equal(into, content(hashes))
-    with agent._pool.changed:
-        for slot in slots:
-            agent._pool.table.release(slot)
+    agent.unhold(slots)
 
 
 def test_the_target_is_complete_when_load_returns(make_agent: MakeAgent, store: FakeStore) -> None:
@@ -174,14 +174,134 @@ def test_threads_that_store_load_and_step_at_once_never_see_a_wrong_byte(
     agent.check_invariants()
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("is_direct", [False, True], ids=["staging", "registered slots"])
+def test_an_engine_never_sees_a_wrong_byte_however_late_copies_and_answers_come(
+    make_agent: MakeAgent, store: FakeStore, seed: int, is_direct: bool
+) -> None:
+    """10^4 steps in all: stores whose source is overwritten at once, loads, pins, blocks written in place."""
+    chance = random.Random(seed)
+    device = CpuDevice(delay=_now_and_then(random.Random(seed + 100)))
+    answer = _now_and_then(random.Random(seed + 200))
+    store.on_put = store.on_view = lambda: time.sleep(answer())
+    if is_direct:
+        store.shared = (FakeArena(),)
+    agent = make_agent(
+        12,
+        device=device,
+        batch_count_max=4,
+        cooldown_steps=4,
+        retry_pause_initial_s=0.001,
+        staging_capacity_bytes=3 * BLOCK_BYTES,
+    )
+    engine = _Engine(agent, chance)
+    caller_delay = _now_and_then(random.Random(seed + 300))
+    for _ in range(1250):
+        time.sleep(caller_delay())
+        engine.act()
+        if chance.random() < (0.1 if store.error else 0.005):
+            store.error = None if store.error else GONE
+    store.error = None
+    assert engine.wrong == []
+    assert engine.read_count > 500
+    assert agent.flush(10.0)
+    counters = agent.snapshot().counters
+    assert counters.migrated_count > 0 < counters.reloaded_count
+    assert (counters.direct_loaded_bytes > 0) == is_direct
+    _check_store(store)
+
+
+def test_such_an_engine_finds_a_device_that_does_not_wait(make_agent: MakeAgent) -> None:
+    engine = _Engine(make_agent(12, device=_StreamOrderedDevice(latency_s=0.002)), random.Random(0))
+    for _ in range(100):
+        engine.act()
+    assert engine.wrong
+
+
+class _Engine:
+    """Does one random thing after the other, and looks at every byte that it is given."""
+
+    def __init__(self, agent: GpuAgent, chance: random.Random) -> None:
+        self._agent = agent
+        self._chance = chance
+        self._chains = [chain(5, seed=seed) for seed in range(7)]
+        self._rights = {
+            block_hash: row for hashes in self._chains for block_hash, row in zip(hashes, content(hashes), strict=True)
+        }
+        self.wrong: list[str] = []
+        self.read_count = 0
+
+    def act(self) -> None:
+        number = self._chance.randrange(len(self._chains))
+        hashes = self._chains[number][: self._chance.randint(1, 5)]
+        action = self._chance.choice((self._store, self._load, self._pin, self._write))
+        action(f"sequence {number}", hashes)
+        self._agent.step()
+
+    def _store(self, _: str, hashes: list[BlockHash]) -> None:
+        blocks = torch.stack([self._rights[block_hash] for block_hash in hashes])
+        self._agent.store(hashes, blocks)
+        blocks.fill_(255)
+
+    def _load(self, _: str, hashes: list[BlockHash]) -> None:
+        into = torch.full((len(hashes), BLOCK_BYTES), 254, dtype=torch.uint8)
+        states = self._agent.load(hashes, into)
+        for block_hash, state, row in zip(hashes, states, into, strict=True):
+            if state is BlockState.HIT:
+                self._see("all", block_hash, row)
+            elif not bool((row == 254).all()):
+                self.wrong.append(f"a row of {state.name} was written")
+        into.fill_(253)
+
+    def _pin(self, sequence: str, hashes: list[BlockHash]) -> None:
+        agent = self._agent
+        agent.bind(sequence, hashes)
+        if self._chance.random() < 0.5:
+            agent.hint(sequence, at=agent.step() + self._chance.randint(0, 3))
+            return
+        with agent.pin(sequence) as pinned:
+            slots = pinned.slots
+            # Of fewer layers than there are: it is preempted while the others still come.
+            for layer in range(self._chance.randint(0, NAMESPACE.num_layers)):
+                if not pinned.wait_layer(layer):
+                    self.wrong.append("what was on its way was lost")
+                for plane in NAMESPACE.block_layout.planes:
+                    start = plane.offset_bytes + layer * plane.strides_bytes[0]
+                    for block_hash, slot in zip(hashes, slots, strict=False):
+                        found = agent.memory[slot, start : start + plane.strides_bytes[0]]
+                        self._see(f"layer {layer}", block_hash, found, start=start)
+        if self._chance.random() < 0.5:
+            agent.unbind(sequence)
+
+    def _write(self, _: str, hashes: list[BlockHash]) -> None:
+        agent = self._agent
+        slots = agent.reserve(min(2, len(hashes)))
+        for slot, block_hash, parent_hash in zip(slots, hashes, (None, *hashes), strict=False):
+            agent.memory[slot] = self._rights[block_hash]
+            if self._chance.random() < 0.2:
+                agent.discard([slot])
+            else:
+                agent.seal(slot, block_hash, parent_hash=parent_hash)
+
+    def _see(self, what: str, block_hash: BlockHash, found: Tensor, *, start: int = 0) -> None:
+        self.read_count += 1
+        if not torch.equal(found, self._rights[block_hash][start : start + len(found)]):
+            self.wrong.append(f"{what} of {block_hash.hex()[:8]}")
+
+
+def _now_and_then(chance: random.Random) -> Callable[[], float]:
+    """Mostly nothing, at times some fraction of a millisecond: enough for any other thread to overtake."""
+    return lambda: chance.uniform(0.0, 0.0005) if chance.random() < 0.1 else 0.0
+
+
 def test_a_copy_that_fails_raises_and_leaks_no_slot(make_agent: MakeAgent) -> None:
     class Broken(CpuDevice):
         is_broken = False
 
-        def _copy(self, copy: object) -> None:
+        def _copy(self, copy: object) -> float:
             if self.is_broken:
                 raise RuntimeError("link lost")
-            super()._copy(copy)  # type: ignore[arg-type]
+            return super()._copy(copy)  # type: ignore[arg-type]
 
     device = Broken()
     agent, hashes = make_agent(8, device=device), chain(4)

@@ -17,6 +17,7 @@ from gpu_agent.device.cpu import CpuDevice
 from gpu_agent.device.cudart import Cudart
 from gpu_agent.device.memory import HostSlots, address_of
 from kvstore.errors import CapacityError, InternalError
+from kvstore_client.agent.cuda import IPC_HANDLE_BYTES, close_ipc, open_ipc
 
 BLOCK = 256
 PITCH = 4096
@@ -94,6 +95,7 @@ def test_more_than_the_limit_and_the_same_memory_twice_are_refused(device: CpuDe
 
 _FAKE_CUDART = """
 #include <stddef.h>
+#include <stdlib.h>
 #include <string.h>
 static int last_error;
 static unsigned registered_flags;
@@ -116,6 +118,25 @@ int cudaHostRegister(void *address, size_t size, unsigned flags) {
     return 0;
 }
 int cudaHostUnregister(void *address) { return address ? 0 : (last_error = 713); }
+int cudaMalloc(void **address, size_t size) {
+    if (size > (1ul << 40)) return last_error = 2;
+    *address = calloc(1, size);
+    return 0;
+}
+int cudaFree(void *address) { free(address); return 0; }
+typedef struct { char reserved[64]; } cudaIpcMemHandle_t;
+int cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *address) {
+    if (!address) return last_error = 801;
+    memset(handle, 0x5a, sizeof *handle);
+    memcpy(handle->reserved + 56, &address, 8);
+    return 0;
+}
+int cudaIpcOpenMemHandle(void **address, cudaIpcMemHandle_t handle, unsigned flags) {
+    if (flags != 1 || handle.reserved[0] != 0x5a) return last_error = 400;
+    memcpy(address, handle.reserved + 56, 8);
+    return 0;
+}
+int cudaIpcCloseMemHandle(void *address) { return address ? 0 : (last_error = 400); }
 int cudaGetLastError(void) { int error = last_error; last_error = 0; return error; }
 int flags(void) { return registered_flags; }
 const char *cudaGetErrorString(int code) { return code == 801 ? "operation not supported" : "invalid"; }
@@ -136,9 +157,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> CDLL:
 def test_the_runtime_is_called_with_what_the_plan_says(library: CDLL) -> None:
     cudart = Cudart(library)
     source, target = torch.arange(200, dtype=torch.uint8), torch.zeros(400, dtype=torch.uint8)
-    cudart.copy(Transfer(source.data_ptr(), target.data_ptr() + 5, 30, 1, 30, 30), stream=77)
+    cudart.copy(Transfer(source.data_ptr(), target.data_ptr() + 5, 30, 1, 30, 30, 10), stream=77)
     assert torch.equal(target[5:35], source[:30])
-    cudart.copy(Transfer(source.data_ptr() + 3, target.data_ptr() + 100, 10, 4, 12, 50), stream=77)
+    cudart.copy(Transfer(source.data_ptr() + 3, target.data_ptr() + 100, 10, 4, 12, 50, 10), stream=77)
     for row in range(4):
         assert torch.equal(target[100 + 50 * row : 110 + 50 * row], source[3 + 12 * row : 13 + 12 * row])
     assert int((target != 0).sum()) == 29 + 40
@@ -147,7 +168,7 @@ def test_the_runtime_is_called_with_what_the_plan_says(library: CDLL) -> None:
 def test_what_the_runtime_refuses_is_an_error_with_its_words_and_is_not_left_behind(library: CDLL) -> None:
     cudart, arena = Cudart(library), memoryview(bytearray(64))
     with pytest.raises(InternalError, match=r"copy failed: invalid \(1\)"):
-        cudart.copy(Transfer(address_of(arena), address_of(arena), 8, 1, 8, 8), stream=78)
+        cudart.copy(Transfer(address_of(arena), address_of(arena), 8, 1, 8, 8, 8), stream=78)
     with pytest.raises(CapacityError, match=r"read-only memory: operation not supported \(801\)"):
         cudart.register(address_of(arena), 1 << 41, is_read_only=True)
     with pytest.raises(InternalError, match="does not unregister"):
@@ -166,4 +187,27 @@ def test_memory_is_registered_for_all_contexts_and_read_only_where_it_is_mapped_
 
 def test_memory_that_the_engine_has_registered_is_reached_and_left_to_it(library: CDLL) -> None:
     assert not Cudart(library).register(address_of(memoryview(bytearray(4096))), 4096, is_read_only=False)
+    assert library.cudaGetLastError() == 0
+
+
+def test_an_allocation_is_opened_by_its_handle_where_another_process_would(library: CDLL) -> None:
+    cudart = Cudart(library)
+    address = cudart.allocate(4096)
+    handle = cudart.ipc_handle(address)
+    assert len(handle) == IPC_HANDLE_BYTES
+    assert open_ipc(library, handle) == address
+    close_ipc(library, address)
+    cudart.free(address)
+    assert library.cudaGetLastError() == 0
+
+
+def test_what_cannot_be_allocated_or_shared_is_a_matter_of_capacity(library: CDLL) -> None:
+    cudart = Cudart(library)
+    with pytest.raises(CapacityError, match=r"does not allocate 2199023255552 bytes: invalid \(2\)"):
+        cudart.allocate(1 << 41)
+    with pytest.raises(CapacityError, match="operation not supported"):
+        cudart.ipc_handle(0)
+    with pytest.raises(CapacityError, match="does not open"):
+        open_ipc(library, bytes(IPC_HANDLE_BYTES))
+    close_ipc(library, 0)
     assert library.cudaGetLastError() == 0

@@ -22,14 +22,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from torch import Tensor
 
 from gpu_agent import AgentConfig
-from gpu_agent.ask import ask_status, call_unary
+from gpu_agent.ask import ask_status
 from gpu_agent.cli import agent as agent_command
 from gpu_agent.device import open_device
 from gpu_agent.enveloped import EnvelopedRows
 from gpu_agent.metrics import METRICS, agent_registry
 from gpu_agent.rpc import AgentServer
 from gpu_agent.service import AgentService
-from gpu_agent.sockets import ADDRESS_VARIABLE, find_agent
 from kvstore import messages as m
 from kvstore import wire
 from kvstore.envelope import verify_block
@@ -45,6 +44,8 @@ from kvstore.keys import BlockHash, pack_hashes
 from kvstore.messages import BlockState
 from kvstore.namespace import Namespace
 from kvstore_client import Client
+from kvstore_client.agent.address import AGENT_ADDRESS_VARIABLE, find_agent
+from kvstore_client.agent.calls import call_unary
 from kvstore_client.channel import FailedCall, translate
 from tests.agent.fakes import NAMESPACE, FakeStore, chain, content, make_namespace
 from tests.conftest import DaemonProcess
@@ -58,7 +59,8 @@ class Engine:
 
     def __init__(self, address: str, *, namespace: Namespace = NAMESPACE) -> None:
         self.channel = grpc.insecure_channel(address)
-        self._namespace = namespace
+        self.namespace = namespace
+        self.block_bytes = namespace.block_layout.payload_bytes
 
     def call(self, method: wire.Method[Any, Any], request: Any) -> Any:
         return call_unary(self.channel, method, request, timeout_s=10.0)
@@ -66,13 +68,13 @@ class Engine:
     def open(self) -> m.OpenAgentNamespaceResponse:
         return cast(
             "m.OpenAgentNamespaceResponse",
-            self.call(wire.OPEN_AGENT_NAMESPACE, m.OpenAgentNamespaceRequest(namespace=self._namespace)),
+            self.call(wire.OPEN_AGENT_NAMESPACE, m.OpenAgentNamespaceRequest(namespace=self.namespace)),
         )
 
     def frames(
         self, hashes: Sequence[BlockHash], blocks: Tensor, *, parent_hash: BlockHash | None = None
     ) -> Iterator[StoreFrame]:
-        rows = EnvelopedRows(namespace=self._namespace, row_count=1)
+        rows = EnvelopedRows(namespace=self.namespace, row_count=1)
         for block_hash, block in zip(hashes, blocks, strict=True):
             rows.payloads(start_row=0, end_row=1)[0] = block
             rows.seal(0, block_hash=block_hash)
@@ -105,7 +107,7 @@ class Engine:
                 block = blocks.setdefault(frame.block_index, bytearray(frame.size_bytes))
                 block[frame.offset_bytes : frame.offset_bytes + len(frame.data)] = frame.data
         payloads = {
-            index: bytes(_verified(block, namespace=self._namespace, block_hash=hashes[index]))
+            index: bytes(_verified(block, namespace=self.namespace, block_hash=hashes[index]))
             for index, block in blocks.items()
         }
         return states, payloads
@@ -130,9 +132,15 @@ def bugs() -> list[AssertionError]:
 
 
 @pytest.fixture
-def service(store: FakeStore) -> Iterator[AgentService]:
+def idle_release_s(request: pytest.FixtureRequest) -> float:
+    """That of the test, if it says so."""
+    return float(getattr(request, "param", 300.0))
+
+
+@pytest.fixture
+def service(store: FakeStore, idle_release_s: float) -> Iterator[AgentService]:
     config = AgentConfig(vram_capacity_bytes=8 * LARGE.block_layout.payload_bytes)
-    service = AgentService(config=config, client=store)
+    service = AgentService(config=config, client=store, idle_release_s=idle_release_s)
     yield service
     store.revive()
     service.close(flush_s=0.0)
@@ -206,8 +214,52 @@ def test_calls_before_a_namespace_is_open_and_for_another_one_say_what_is_wrong(
     assert ask_status(address, timeout_s=5.0).device == "cpu"
     engine.open()
     engine.open()
-    with pytest.raises(CapacityError, match="no other one"):
+    with pytest.raises(CapacityError, match=r"0B of 32\.0MiB of the agent .* --quota MODEL=SIZE"):
         engine.call(wire.OPEN_AGENT_NAMESPACE, m.OpenAgentNamespaceRequest(namespace=LARGE))
+
+
+def test_streams_of_several_namespaces_say_which_one_they_mean(address: str, service: AgentService) -> None:
+    hashes, quota_bytes = chain(3), 4 * LARGE.block_layout.payload_bytes
+    engines = [Engine(address, namespace=namespace) for namespace in (NAMESPACE, LARGE)]
+    for engine in engines:
+        request = m.OpenAgentNamespaceRequest(namespace=engine.namespace, quota_bytes=quota_bytes)
+        assert engine.call(wire.OPEN_AGENT_NAMESPACE, request).block_bytes == engine.block_bytes
+    for engine in engines:
+        blocks = content(hashes, block_bytes=engine.block_bytes)
+        named = (
+            dataclasses.replace(frame, namespace_id=engine.namespace.id) for frame in engine.frames(hashes, blocks)
+        )
+        assert engine.send(named) == b"\1" * 3
+        touch = m.TouchBlocksRequest(block_hashes=pack_hashes(hashes), namespace_id=engine.namespace.id)
+        assert engine.call(wire.TOUCH_BLOCKS, touch).step == 1
+        find = m.FindBlocksRequest(
+            namespace_id=engine.namespace.id, block_hashes=pack_hashes([*hashes, *chain(1, seed=1)])
+        )
+        assert engine.call(wire.FIND_BLOCKS, find).block_states == bytes([HIT, HIT, HIT, MISS])
+        with pytest.raises(NamespaceUnknownError, match="2 namespaces are open"):
+            engine.send(engine.frames(hashes, blocks))
+        engine.channel.close()
+    used = {one.namespace_id: one.used_bytes for one in service.snapshot().status.namespaces}
+    assert used == {engine.namespace.id: 3 * engine.block_bytes for engine in engines}
+    value = agent_registry(service.snapshot).get_sample_value
+    label = {"namespace": LARGE.id.hex()[:16]}
+    assert value("kvstore_agent_namespace_used_bytes", label) == used[LARGE.id]
+    assert value("kvstore_agent_namespace_capacity_bytes", label) == quota_bytes
+
+
+@pytest.mark.parametrize("idle_release_s", [0.0], indirect=True)
+def test_a_namespace_that_gives_its_memory_away_keeps_its_counts(
+    engine: Engine, address: str, service: AgentService, store: FakeStore
+) -> None:
+    engine.open()
+    hashes = chain(3)
+    engine.send(engine.frames(hashes, content(hashes)))
+    other = Engine(address, namespace=LARGE)
+    other.open()
+    other.channel.close()
+    status = service.snapshot().status
+    assert [one.namespace_id for one in status.namespaces] == [LARGE.id]
+    assert (service.snapshot().counters.stored_count, len(store.blocks), status.lost_count) == (3, 3, 0)
 
 
 @pytest.mark.parametrize(
@@ -255,12 +307,12 @@ def test_a_bug_in_a_call_is_reported_and_stops_the_sidecar(
     engine: Engine, service: AgentService, bugs: list[AssertionError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.open()
-    agent = service._opened()
+    (pool,) = service._pools.open_pools()
 
     def broken(*_: object) -> int:
         raise AssertionError("slot 3 holds two blocks")
 
-    monkeypatch.setattr(agent, "step", broken)
+    monkeypatch.setattr(pool.agent, "step", broken)
     with pytest.raises(KvstoreError, match="slot 3 holds two blocks"):
         engine.call(wire.TOUCH_BLOCKS, m.TouchBlocksRequest(block_hashes=b""))
     assert [str(bug) for bug in bugs] == ["slot 3 holds two blocks"]
@@ -291,6 +343,10 @@ def test_metrics_have_units_are_there_from_the_start_and_are_read_when_scraped(
         (["--device", "tpu"], "cpu, cuda, cuda:N"),
         (["--vram-capacity", "12 apples"], "--vram-capacity is '12 apples'; allowed: a size such as 512MiB"),
         (["--vram-capacity", "1000TiB"], "the memory of cpu"),
+        (["--quota", "8GiB"], "--quota is '8GiB'; allowed: NAME=SIZE, such as my-model=8GiB"),
+        (["--quota", "a=1MiB", "--quota", "a=2MiB"], "allowed: each name once"),
+        (["--quota", "a=12 apples"], "allowed: a size such as 512MiB"),
+        (["--vram-capacity", "1GiB", "--quota", "a=1GiB", "--quota", "b=1MiB"], "up to 1.0GiB in all"),
         (["--vram-capacity", "64MiB", "serve"], "--vram-capacity before `serve` would have no effect"),
         (["--device", "cpu", "--drain", "1", "status"], "--device, --drain before `status` would have no effect"),
         (["--log-level", "loud"], "'debug', 'info', 'warning', 'error'"),
@@ -316,14 +372,14 @@ def test_asking_a_daemon_says_that_it_is_no_agent(daemon: DaemonProcess) -> None
 
 
 def test_the_help_of_status_names_the_variable() -> None:
-    assert ADDRESS_VARIABLE in CliRunner().invoke(agent_command, ["status", "--help"]).output
+    assert AGENT_ADDRESS_VARIABLE in CliRunner().invoke(agent_command, ["status", "--help"]).output
 
 
 def test_only_a_socket_that_no_other_user_can_have_put_there_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(ADDRESS_VARIABLE, raising=False)
-    monkeypatch.setattr("gpu_agent.sockets.socket_candidates", lambda: [tmp_path / "kvstore.sock"])
+    monkeypatch.delenv(AGENT_ADDRESS_VARIABLE, raising=False)
+    monkeypatch.setattr("kvstore_client.agent.address.socket_candidates", lambda: [tmp_path / "kvstore.sock"])
     path = tmp_path / "kvstore-agent.sock"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 
 from gpu_agent import AgentConfig
-from gpu_agent.ask import ask_status, call_unary
+from gpu_agent.ask import ask_status
 from gpu_agent.rpc import AgentServer
 from gpu_agent.service import AgentService
 from gpu_agent.streams import Stream, StreamGate
@@ -22,6 +22,7 @@ from kvstore import messages as m
 from kvstore import wire
 from kvstore.errors import UnavailableError
 from kvstore.keys import pack_hashes
+from kvstore_client.agent.calls import call_unary
 from tests.agent.fakes import FakeStore, chain, content, make_namespace
 from tests.agent.test_service import Engine
 

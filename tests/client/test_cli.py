@@ -130,6 +130,39 @@ NVME = NvmeStats(
 )
 
 
+def test_stats_name_the_policies_in_force_and_what_became_of_prefetches(
+    fake: FakeDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.rewrites["GetStoreStats"] = lambda stats: replace(stats, policy="phix")
+    assert run("stats", "--address", fake.address) == 0
+    assert "policy     phix\n" in capsys.readouterr().out
+    nvme = replace(
+        NVME,
+        policy="phix, which follows lru at present",
+        admission="worth",
+        prefetch_started_count=100,
+        prefetch_refused_count=7,
+        prefetch_useful_count=30,
+        prefetch_late_count=10,
+        prefetch_wasted_count=20,
+    )
+    fake.rewrites["GetStoreStats"] = lambda stats: replace(stats, policy="phix", nvme=nvme)
+    assert run("stats", "--address", fake.address) == 0
+    shown = capsys.readouterr().out
+    assert "policy     memory phix; NVMe phix, which follows lru at present, admission worth\n" in shown
+    assert "prefetch   100 blocks: 30 useful (50% of those known), 10 late, 20 wasted; 7 not begun\n" in shown
+    assert run("stats", "--address", fake.address, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["policy"], found["nvme"]["admission"], found["nvme"]["prefetch_wasted_count"]) == (
+        "phix",
+        "worth",
+        20,
+    )
+    fake.rewrites.clear()
+    assert run("stats", "--address", fake.address) == 0
+    assert "policy" not in capsys.readouterr().out, "an older daemon does not tell"
+
+
 @pytest.mark.parametrize("command", ["ping", "stats"])
 def test_the_nvme_tier_is_one_line_or_an_object_and_nothing_where_there_is_none(
     command: str, fake: FakeDaemon, capsys: pytest.CaptureFixture[str]

@@ -21,7 +21,6 @@ import pytest_asyncio
 
 from kvstore.envelope import ENVELOPE_BYTES, Envelope, checksum
 from kvstore.errors import DeadlineExceededError, ProtocolError, UnavailableError
-from kvstore.exact import exact_envelope
 from kvstore.keys import BlockHash
 from kvstore.messages import BlockState, TransferPath
 from kvstore.namespace import Namespace
@@ -127,7 +126,7 @@ class Blocks:
 
     def store(self, served: Served) -> None:
         for block_hash, payload, slot in zip(self.hashes, self.payloads, self.slots, strict=True):
-            envelope = exact_envelope(self.space, block_hash, payload_checksum=checksum(payload))
+            envelope = self.space.envelopes.encode(block_hash, payload_checksum=checksum(payload))
             served.view(slot.place + SLOT_HEADER_BYTES, slot.size_bytes)[:] = envelope + payload
         self.publish(served)
 

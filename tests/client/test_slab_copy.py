@@ -10,7 +10,6 @@ from collections.abc import Callable
 import pytest
 
 from kvstore.envelope import ENVELOPE_BYTES, Buffer, checksum
-from kvstore.exact import exact_envelopes
 from kvstore.messages import BlockState
 from kvstore.slab import (
     EMPTY_SLOT_HEADER,
@@ -23,7 +22,7 @@ from kvstore_client.paths.slab_copy import Crew, copy_and_hash, load_slot, store
 from tests.client.builders import chain, enveloped, namespace, payloads
 
 SPACE = namespace(model="slots")
-ENVELOPES = exact_envelopes(SPACE)
+ENVELOPES = SPACE.envelopes
 HASHES = chain(4)
 BLOCKS = payloads(SPACE, 4)
 HIT, MISS, CORRUPT = BlockState.HIT, BlockState.MISS, BlockState.CORRUPT
@@ -86,13 +85,11 @@ def test_blocks_of_any_size_are_copied_whole(payload_bytes: int) -> None:
     space = namespace(payload_bytes=payload_bytes)
     (block,) = payloads(space, 1)
     slot = memoryview(bytearray(PAYLOAD_OFFSET_BYTES + payload_bytes))
-    store_slot(slot, memoryview(block), envelopes=exact_envelopes(space), block_hash=HASHES[0])
+    store_slot(slot, memoryview(block), envelopes=space.envelopes, block_hash=HASHES[0])
     assert slot[SLOT_HEADER_BYTES:] == enveloped(space, HASHES[0], block)
     slot[:SLOT_HEADER_BYTES] = encode_slot_header(Generation(1), is_readable=True, is_verified=False)
     target = memoryview(bytearray(payload_bytes))
-    assert (
-        load_slot(slot, target, generation=Generation(1), envelopes=exact_envelopes(space), block_hash=HASHES[0]) is HIT
-    )
+    assert load_slot(slot, target, generation=Generation(1), envelopes=space.envelopes, block_hash=HASHES[0]) is HIT
     assert target == block
 
 

@@ -7,10 +7,12 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from kvstore.errors import InvalidArgumentError
 from kvstore.keys import BlockHash, NamespaceId
 from kvstore.layout import DTYPE_BYTES
 from kvstore.messages import OwnerId
-from kvstore.namespace import PRECISIONS, Namespace, Shard
+from kvstore.namespace import Namespace, Shard
+from kvstore.precision import PRECISIONS
 
 text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40)
 hashes = st.binary(min_size=32, max_size=32).map(BlockHash)
@@ -49,4 +51,13 @@ NAMESPACE_FIELDS: dict[str, st.SearchStrategy[Any]] = {
 }
 assert list(NAMESPACE_FIELDS) == [field.name for field in fields(Namespace)]
 
-namespaces = st.builds(Namespace, **NAMESPACE_FIELDS)
+
+def _made(**values: Any) -> Namespace:
+    """Exact where the rest of it cannot be stored in fewer bits."""
+    try:
+        return Namespace(**values)
+    except InvalidArgumentError:
+        return Namespace(**values | {"k_precision": "exact", "v_precision": "exact"})
+
+
+namespaces = st.builds(_made, **NAMESPACE_FIELDS)

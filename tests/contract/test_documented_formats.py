@@ -6,11 +6,14 @@ Nothing of `kvstore` is imported here: what an engineer in another language woul
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import xxhash
 from blake3 import blake3
@@ -79,6 +82,103 @@ def hash_chain(tokens: list[int], tokens_per_block: int, extra_keys: dict[str, l
             preimage += struct.pack("<I", len(key)) + key
         hashes.append(blake3(preimage).digest())
     return root, hashes[1:]
+
+
+Numbers = npt.NDArray[np.float32]
+
+
+def numbers_of(data: bytes, dtype: str) -> Numbers:
+    if dtype == "bfloat16":
+        return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
+    return np.frombuffer(data, {"float16": "<f2", "float32": "<f4"}[dtype]).astype(np.float32)
+
+
+def bytes_of(numbers: Numbers, dtype: str) -> bytes:
+    if dtype == "bfloat16":
+        bits = np.ascontiguousarray(numbers).view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
+    return numbers.astype({"float16": "<f2", "float32": "<f4"}[dtype]).tobytes()
+
+
+E4M3 = np.array(
+    [
+        (-1) ** (c >> 7) * (1 + (c & 7) / 8 if c & 0x78 else (c & 7) / 4) * 2.0 ** ((c >> 3 & 15) - 7)
+        for c in range(256)
+    ],
+    np.float32,
+)
+"""What each code is; that of exponent 0 counts from 2^-6. Of codes with all other bits set there is none."""
+FILL = 16
+
+
+def filled(data: bytes) -> bytes:
+    return data + bytes(-len(data) % FILL)
+
+
+def stored_plane(whole: bytes, plane: dict[str, Any], fields: dict[str, Any]) -> tuple[bytes, bytes]:
+    """The bytes that are stored of a plane, and what comes back of it."""
+    kind = plane["name"].lower()
+    precision, dtype = fields[f"{kind}_precision"], fields["dtype"]
+    if precision == "exact":
+        return filled(whole), whole
+    heads, tokens = fields["num_kv_heads"], fields["tokens_per_block"]
+    dim = fields["head_dim" if kind == "k" else "v_head_dim"]
+    shape = (heads, tokens, dim) if fields["layout"] == "HND" else (tokens, heads, dim)
+    groups = {
+        "fp8": (tokens, dim),
+        "int8": (tokens, 1) if kind == "k" else (1, dim),
+        "int4": (math.gcd(tokens, 32), 1) if kind == "k" else (1, math.gcd(dim, 32)),
+    }
+    group_tokens, group_dim = groups[precision]
+    assert plane["group"] == [group_tokens, group_dim]
+    stored, decoded = b"", b""
+    for layer in numbers_of(whole, dtype).reshape(fields["num_layers"], *shape):
+        codes, back = np.zeros(shape, np.uint8), np.zeros(shape, np.float32)
+        minimums, scales = [], []
+        in_order = (lambda array: array) if fields["layout"] == "HND" else (lambda array: array.swapaxes(0, 1))
+        for head in range(heads):
+            for token in range(0, tokens, group_tokens):
+                for element in range(0, dim, group_dim):
+                    where = (head, slice(token, token + group_tokens), slice(element, element + group_dim))
+                    made = group_codes(in_order(layer)[where], precision)
+                    in_order(codes)[where], minimum, scale = made
+                    came = E4M3[made[0]] * scale if precision == "fp8" else made[0] * scale + minimum
+                    in_order(back)[where] = came
+                    minimums.append(minimum)
+                    scales.append(scale)
+        flat = codes.ravel()
+        part = filled(bytes(flat[::2] | flat[1::2] << 4) if precision == "int4" else flat.tobytes())
+        assert len(part) == plane["minimums_offset_bytes"]
+        if precision != "fp8":
+            part += bytes_of(np.array(minimums, np.float32), dtype)
+        assert len(part) == plane["scales_offset_bytes"]
+        part = filled(part + bytes_of(np.array(scales, np.float32), "bfloat16"))
+        assert len(part) == plane["layer_bytes"]
+        stored += part
+        decoded += bytes_of(back, dtype)
+    return stored, decoded
+
+
+def group_codes(x: Numbers, precision: str) -> tuple[npt.NDArray[np.uint8], np.float32, np.float32]:
+    one = np.float32(1)
+    if precision == "fp8":
+        wanted = np.abs(x).max() * (one / np.float32(448))
+        scale = np.float32(max(2.0 ** math.ceil(math.log2(wanted)), 2.0**-126))
+        distances = np.abs(E4M3[None, None, :] - (x * (one / scale))[..., None])
+        distances[..., [0x7F, 0xFF]] = np.inf
+        near = np.arange(256)[None, None, :]
+        # Of two that are as near, the even one; and zeros keep their sign.
+        order = distances * 1024 + near % 2 / 1024 + ((near >= 128) != np.signbit(x)[..., None]) * (distances == 0)
+        return order.argmin(axis=-1).astype(np.uint8), np.float32(0), scale
+    most = np.float32({"int8": 255, "int4": 15}[precision])
+    minimum = x.min() + np.float32(0)
+    span = x.max() - minimum
+    if span == 0:
+        return np.zeros(x.shape, np.uint8), minimum, np.float32(0)
+    bits = (span * (one / most)).view(np.uint32)
+    scale = np.maximum(((bits + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(np.float32), np.float32(2.0**-126))
+    codes = np.rint((x - minimum) * (one / scale))
+    return np.clip(codes, 0, most).astype(np.uint8), minimum, scale
 
 
 def encode_envelope(fields: dict[str, Any], payload: bytes) -> bytes:
@@ -202,6 +302,22 @@ def test_layouts(vector: dict[str, Any]) -> None:
     assert describe_layout(vector["layout"]) == vector
 
 
+@pytest.mark.parametrize("vector", vectors("precision", "blocks"))
+def test_precision(vector: dict[str, Any]) -> None:
+    payload, stored, decoded = bytes.fromhex(vector["payload"]), b"", b""
+    fields = vector["fields"]
+    whole_bytes = DTYPE_BYTES[fields["dtype"]] * fields["num_layers"] * fields["num_kv_heads"]
+    whole_bytes *= fields["tokens_per_block"]
+    for plane, dim in zip(vector["planes"], (fields["head_dim"], fields["v_head_dim"]), strict=True):
+        assert plane["offset_bytes"] == len(stored)
+        whole, payload = payload[: whole_bytes * dim], payload[whole_bytes * dim :]
+        plane_stored, plane_decoded = stored_plane(whole, plane, fields)
+        assert plane["size_bytes"] == len(plane_stored)
+        stored, decoded = stored + plane_stored, decoded + plane_decoded
+    assert stored.hex() == vector["stored"]
+    assert decoded.hex() == vector["decoded"]
+
+
 SLAB_KINDS = (
     "slot_headers",
     "slot_records",
@@ -225,7 +341,7 @@ def test_bulk(kind: str) -> None:
         assert encode_bulk(kind, vector["fields"]).hex() == vector["encoded"]
 
 
-@pytest.mark.parametrize("name", ["bulk", "envelope", "frames", "keys", "layout", "slab"])
+@pytest.mark.parametrize("name", ["bulk", "envelope", "frames", "keys", "layout", "precision", "slab"])
 def test_each_page_shows_exactly_its_golden_vectors(name: str) -> None:
     page = (FORMATS / f"{name}.md").read_text(encoding="utf-8")
     shown = re.findall(r"^```json\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)

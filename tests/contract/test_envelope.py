@@ -116,8 +116,8 @@ def test_a_sound_block_under_another_key_is_refused(namespace_id: NamespaceId, b
         verify_block(enveloped(), namespace_id=NAMESPACE, block_hash=block_hash, payload_bytes=len(PAYLOAD))
 
 
-def test_a_block_of_another_layout_is_refused() -> None:
-    with pytest.raises(CorruptBlockError, match="layout"):
+def test_a_block_of_another_size_is_refused() -> None:
+    with pytest.raises(CorruptBlockError, match="namespace stores"):
         verify(enveloped(), payload_bytes=len(PAYLOAD) * 2)
 
 

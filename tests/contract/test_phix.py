@@ -299,8 +299,8 @@ def test_requests_of_one_block_have_a_bounded_number_of_cohorts() -> None:
         if len(traffic.evictor) > 64:
             traffic.evictor.pop_coldest(goal_bytes=1, size_bytes_of=one, now_s=traffic.now_s)
     figures = traffic.evictor.figures().of_policy
-    assert 8000 < figures["cohort_count"] <= 64 + 8192 + 1
-    assert 7000 < figures["ghost_count"] <= 8192
+    assert 4000 < figures["cohort_count"] <= 64 + 4096 + 1
+    assert 3500 < figures["ghost_count"] <= 4096
     traffic.evictor.check_invariants()
 
 

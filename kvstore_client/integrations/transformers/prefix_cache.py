@@ -80,6 +80,7 @@ class PrefixCache:
         self._model = model
         self._client = client
         self._namespace = namespace or namespace_for(model)
+        self._namespace.check_exact()
         self._layout = self._namespace.block_layout
         self._shape = probe(model)
         check_shape(self._shape, self._layout)

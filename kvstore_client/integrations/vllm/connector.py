@@ -177,10 +177,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             return
         rank = (get_pp_group().rank_in_group, get_tp_group().rank_in_group)
         self._layout = model.rank_layout(self._vllm_config, self._kv_cache_config, rank=rank)
+        movers = model.movers(self._kv_cache_config, kv_caches)
         self._worker = WorkerSide(
-            self._settings.open_client(),
+            self._settings.open_store(namespace_count=max(1, sum(mover is not None for mover in movers))),
             rank=rank,
-            movers=model.movers(self._kv_cache_config, kv_caches),
+            movers=movers,
             stores_nothing=rank[1] % self._kv_cache_config.kv_tp_replicas != 0,
         )
 
@@ -261,7 +262,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         config, cache = self._vllm_config, self._kv_cache_config
         align_tokens, hash_tokens = model.block_sizes(config, cache)
         groups = self._groups = model.group_shapes(config, cache)
-        self._client = self._settings.open_client()
+        self._client = self._settings.open_store()
         self._threads = ThreadPoolExecutor(_LOOKUP_THREADS, thread_name_prefix="kvstore-lookup")
         identities = Identities(
             make_model=partial(model.read_model, config, settings=self._settings),

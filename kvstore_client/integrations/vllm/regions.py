@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from kvstore_client.integrations._store import Room
 
 _STAGING_BYTES = 32 << 20
 
@@ -26,10 +29,10 @@ class Mover(Protocol):
     def mark(self) -> object:
         """A moment on the engine's own stream: what was computed until then is what `read` copies."""
 
-    def read(self, block_ids: Sequence[int], targets: Sequence[memoryview], *, after: object) -> None:
+    def read(self, block_ids: Sequence[int], targets: Sequence[Room], *, after: object) -> None:
         """From the engine's blocks into slots; returns when it is done."""
 
-    def write(self, block_ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
+    def write(self, block_ids: Sequence[int], payloads: Sequence[Room]) -> None:
         """From slots into the engine's blocks; returns when it is done."""
 
 
@@ -111,18 +114,18 @@ class CpuMover:
     def mark(self) -> object:
         return None  # the engine computes in its own thread, and has returned
 
-    def read(self, block_ids: Sequence[int], targets: Sequence[memoryview], *, after: object) -> None:
+    def read(self, block_ids: Sequence[int], targets: Sequence[Room], *, after: object) -> None:
         for block_id, target in zip(block_ids, targets, strict=True):
-            slot = np.frombuffer(target, np.uint8)
+            slot = _host(target)
             start = 0
             for rows in self._rows:
                 row = rows[block_id]
                 np.copyto(slot[start : start + len(row)], row)
                 start += len(row)
 
-    def write(self, block_ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
+    def write(self, block_ids: Sequence[int], payloads: Sequence[Room]) -> None:
         for block_id, payload in zip(block_ids, payloads, strict=True):
-            slot = np.frombuffer(payload, np.uint8)
+            slot = _host(payload)
             start = 0
             for rows in self._rows:
                 row = rows[block_id]
@@ -148,7 +151,7 @@ class DeviceMover:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def read(self, block_ids: Sequence[int], targets: Sequence[memoryview], *, after: object) -> None:
+    def read(self, block_ids: Sequence[int], targets: Sequence[Room], *, after: object) -> None:
         assert isinstance(after, torch.cuda.Event), after
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(after)
@@ -161,20 +164,30 @@ class DeviceMover:
                     end = offset + tensor.shape[1]
                     gathered[:, offset:end] = tensor.index_select(0, ids)
                     offset = end
-                self._staging[: len(ids)].copy_(gathered, non_blocking=True)
-                self._stream.synchronize()
+                hosted = [row for row, target in enumerate(targets[batch]) if not isinstance(target, Tensor)]
+                if hosted:
+                    self._staging[: len(ids)].copy_(gathered, non_blocking=True)
                 for row, target in enumerate(targets[batch]):
-                    np.copyto(np.frombuffer(target, np.uint8), self._staging[row].numpy())
+                    if isinstance(target, Tensor):
+                        target.copy_(gathered[row], non_blocking=True)
+                self._stream.synchronize()
+                for row in hosted:
+                    np.copyto(_host(targets[start + row]), self._staging[row].numpy())
 
-    def write(self, block_ids: Sequence[int], payloads: Sequence[memoryview]) -> None:
+    def write(self, block_ids: Sequence[int], payloads: Sequence[Room]) -> None:
         with torch.cuda.stream(self._stream):
             for start in range(0, len(block_ids), self._row_count):
                 batch = slice(start, start + self._row_count)
-                for row, payload in enumerate(payloads[batch]):
-                    np.copyto(self._staging[row].numpy(), np.frombuffer(payload, np.uint8))
+                hosted = [row for row, payload in enumerate(payloads[batch]) if not isinstance(payload, Tensor)]
+                for row in hosted:
+                    np.copyto(self._staging[row].numpy(), _host(payloads[start + row]))
                 ids = torch.tensor(block_ids[batch], device=self._device)
                 gathered = self._gathered[: len(ids)]
-                gathered.copy_(self._staging[: len(ids)], non_blocking=True)
+                if hosted:
+                    gathered.copy_(self._staging[: len(ids)], non_blocking=True)
+                for row, payload in enumerate(payloads[batch]):
+                    if isinstance(payload, Tensor):
+                        gathered[row].copy_(payload, non_blocking=True)
                 offset = 0
                 for tensor in self._regions:
                     end = offset + tensor.shape[1]
@@ -182,3 +195,8 @@ class DeviceMover:
                     offset = end
                 # Staging is filled again, and the engine told, only after the copies.
                 self._stream.synchronize()
+
+
+def _host(room: Room) -> npt.NDArray[np.uint8]:
+    assert isinstance(room, memoryview), "a slot on a GPU, and blocks that are not"
+    return np.frombuffer(room, np.uint8)

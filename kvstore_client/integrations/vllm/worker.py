@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from kvstore.errors import KvstoreError
 from kvstore.keys import BlockHash
 from kvstore.namespace import Namespace
-from kvstore_client.client import Client
 from kvstore_client.hints import Hint
+from kvstore_client.integrations._store import Store
 from kvstore_client.integrations.vllm.messages import (
     BlockRun,
     IdentityId,
@@ -61,7 +61,7 @@ class WorkerSide:
 
     def __init__(
         self,
-        client: Client,
+        client: Store,
         *,
         rank: RankKey,
         movers: Sequence[Mover | None],

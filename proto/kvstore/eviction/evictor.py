@@ -151,17 +151,7 @@ class Evictor(Generic[Key]):
                 continue
             if request.ttl_s is not None:
                 known["ttl_s"] = request.ttl_s + self._now_s - was.now_s
-            use = later[was] = Use(
-                was.number,
-                replace(was.request, **known),
-                now_s=was.now_s,
-                chain_blocks=was.chain_blocks,
-                matched_blocks=was.matched_blocks,
-                mark=was.mark,
-                maker=self._maker,
-                below=was.below,
-            )
-            self._ranking.describe(use, was=was)
+            later[was] = self.retell(was, replace(was.request, **known))
         for run in runs:
             use_now = later.get(run.use)
             if use_now is None:
@@ -172,6 +162,21 @@ class Evictor(Generic[Key]):
             run.use = use_now
             if is_candidate:
                 self._candidates.offer(run)
+
+    def retell(self, was: Use, request: Request) -> Use:
+        """The same use where this is known of its request, for blocks that are yet to come with it."""
+        use = Use(
+            was.number,
+            request,
+            now_s=was.now_s,
+            chain_blocks=was.chain_blocks,
+            matched_blocks=was.matched_blocks,
+            mark=was.mark,
+            maker=self._maker,
+            below=was.below,
+        )
+        self._ranking.describe(use, was=was)
+        return use
 
     # --- coming
 
@@ -274,6 +279,11 @@ class Evictor(Generic[Key]):
             bypassed_count=self._bypassed_count,
             of_policy=self._ranking.figures(),
         )
+
+    @property
+    def policy_in_force(self) -> str:
+        """By which blocks leave now: `phix` follows `lru` as long as that does better."""
+        return "lru" if self._ranking.figures().get("guard_follows_lru") else self.policy
 
     # --- holds
 

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from kvstore.v1 import store_pb2 as kvstore_dot_v1_dot_store__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvstore/v1/agent.proto\x12\nkvstore.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvstore/v1/store.proto\"\x17\n\x15GetAgentStatusRequest\"\xb6\x02\n\x16GetAgentStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x04\x12\x12\n\nused_bytes\x18\x04 \x01(\x04\x12\x12\n\npeak_bytes\x18\x05 \x01(\x04\x12\x16\n\x0eresident_count\x18\x06 \x01(\x04\x12\x16\n\x0emigrated_count\x18\x07 \x01(\x04\x12\x1d\n\x15migration_batch_count\x18\x08 \x01(\x04\x12\x16\n\x0ereloaded_count\x18\t \x01(\x04\x12\x12\n\nlost_count\x18\n \x01(\x04\x12\x0c\n\x04step\x18\x0b \x01(\x04\x12\x32\n\x0fuptime_duration\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\"E\n\x19OpenAgentNamespaceRequest\x12(\n\tnamespace\x18\x01 \x01(\x0b\x32\x15.kvstore.v1.Namespace\"F\n\x1aOpenAgentNamespaceResponse\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\x12\n\nslot_count\x18\x02 \x01(\r\"a\n\x12StoreBlocksRequest\x12\x12\n\nblock_hash\x18\x01 \x01(\x0c\x12\x13\n\x0bparent_hash\x18\x02 \x01(\x0c\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\"%\n\x13StoreBlocksResponse\x12\x0e\n\x06stored\x18\x01 \x01(\x0c\")\n\x11LoadBlocksRequest\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x01(\x0c\"\x8e\x01\n\x12LoadBlocksResponse\x12\x13\n\x0b\x62lock_index\x18\x01 \x01(\r\x12+\n\x0b\x62lock_state\x18\x02 \x01(\x0e\x32\x16.kvstore.v1.BlockState\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\">\n\x12TouchBlocksRequest\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x01(\x0c\x12\x12\n\nstep_count\x18\x02 \x01(\r\"#\n\x13TouchBlocksResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x32\xbd\x03\n\x0c\x41gentService\x12W\n\x0eGetAgentStatus\x12!.kvstore.v1.GetAgentStatusRequest\x1a\".kvstore.v1.GetAgentStatusResponse\x12\x63\n\x12OpenAgentNamespace\x12%.kvstore.v1.OpenAgentNamespaceRequest\x1a&.kvstore.v1.OpenAgentNamespaceResponse\x12P\n\x0bStoreBlocks\x12\x1e.kvstore.v1.StoreBlocksRequest\x1a\x1f.kvstore.v1.StoreBlocksResponse(\x01\x12M\n\nLoadBlocks\x12\x1d.kvstore.v1.LoadBlocksRequest\x1a\x1e.kvstore.v1.LoadBlocksResponse0\x01\x12N\n\x0bTouchBlocks\x12\x1e.kvstore.v1.TouchBlocksRequest\x1a\x1f.kvstore.v1.TouchBlocksResponseB\x16Z\x14kvstore/v1;kvstorev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvstore/v1/agent.proto\x12\nkvstore.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvstore/v1/store.proto\"\x17\n\x15GetAgentStatusRequest\"\xec\x02\n\x16GetAgentStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x04\x12\x12\n\nused_bytes\x18\x04 \x01(\x04\x12\x12\n\npeak_bytes\x18\x05 \x01(\x04\x12\x16\n\x0eresident_count\x18\x06 \x01(\x04\x12\x16\n\x0emigrated_count\x18\x07 \x01(\x04\x12\x1d\n\x15migration_batch_count\x18\x08 \x01(\x04\x12\x16\n\x0ereloaded_count\x18\t \x01(\x04\x12\x12\n\nlost_count\x18\n \x01(\x04\x12\x0c\n\x04step\x18\x0b \x01(\x04\x12\x32\n\x0fuptime_duration\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x34\n\nnamespaces\x18\r \x03(\x0b\x32 .kvstore.v1.AgentNamespaceStatus\"\xad\x01\n\x14\x41gentNamespaceStatus\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\r\n\x05model\x18\x02 \x01(\t\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x04\x12\x12\n\nused_bytes\x18\x04 \x01(\x04\x12\x16\n\x0eresident_count\x18\x05 \x01(\x04\x12\x15\n\rsession_count\x18\x06 \x01(\x04\x12\x15\n\rgranted_count\x18\x07 \x01(\x04\"q\n\x19OpenAgentNamespaceRequest\x12(\n\tnamespace\x18\x01 \x01(\x0b\x32\x15.kvstore.v1.Namespace\x12\x13\n\x0bquota_bytes\x18\x02 \x01(\x04\x12\x15\n\rfurther_count\x18\x03 \x01(\r\"\xec\x01\n\x1aOpenAgentNamespaceResponse\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\x12\n\nslot_count\x18\x02 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x03 \x01(\x04\x12\x17\n\x0f\x62\x61tch_count_max\x18\x04 \x01(\r\x12\x15\n\rattach_socket\x18\x05 \x01(\t\x12\x31\n\x0elease_duration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0f\x63uda_ipc_handle\x18\x07 \x01(\x0c\x12\x13\n\x0b\x64\x65vice_uuid\x18\x08 \x01(\t\"w\n\x12StoreBlocksRequest\x12\x12\n\nblock_hash\x18\x01 \x01(\x0c\x12\x13\n\x0bparent_hash\x18\x02 \x01(\x0c\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12\x14\n\x0cnamespace_id\x18\x04 \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\"%\n\x13StoreBlocksResponse\x12\x0e\n\x06stored\x18\x01 \x01(\x0c\"?\n\x11LoadBlocksRequest\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x01(\x0c\x12\x14\n\x0cnamespace_id\x18\x02 \x01(\x0c\"\x8e\x01\n\x12LoadBlocksResponse\x12\x13\n\x0b\x62lock_index\x18\x01 \x01(\r\x12+\n\x0b\x62lock_state\x18\x02 \x01(\x0e\x32\x16.kvstore.v1.BlockState\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\"T\n\x12TouchBlocksRequest\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x01(\x0c\x12\x12\n\nstep_count\x18\x02 \x01(\r\x12\x14\n\x0cnamespace_id\x18\x03 \x01(\x0c\"#\n\x13TouchBlocksResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\"?\n\x11\x46indBlocksRequest\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x01(\x0c\"*\n\x12\x46indBlocksResponse\x12\x14\n\x0c\x62lock_states\x18\x01 \x01(\x0c\"T\n\x13ReserveSlotsRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x01(\x0c\x12\x13\n\x0bparent_hash\x18\x03 \x01(\x0c\"V\n\x14ReserveSlotsResponse\x12\x13\n\x0bslot_grants\x18\x01 \x01(\x0c\x12\r\n\x05slots\x18\x02 \x03(\r\x12\x1a\n\x12reservation_number\x18\x03 \x01(\x04\"U\n\x12\x43ommitSlotsRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x1a\n\x12reservation_number\x18\x02 \x01(\x04\x12\x0f\n\x07written\x18\x03 \x01(\x0c\"%\n\x13\x43ommitSlotsResponse\x12\x0e\n\x06stored\x18\x01 \x01(\x0c\"\xa6\x01\n\x13\x41\x63quireSlotsRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x01(\x0c\x12\x13\n\x0bparent_hash\x18\x03 \x01(\x0c\x12\x30\n\rwait_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1e\n\x16released_lease_numbers\x18\x05 \x03(\x04\"Q\n\x14\x41\x63quireSlotsResponse\x12\x14\n\x0c\x62lock_states\x18\x01 \x01(\x0c\x12\r\n\x05slots\x18\x02 \x03(\r\x12\x14\n\x0clease_number\x18\x03 \x01(\x04\"@\n\x13ReleaseSlotsRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x15\n\rlease_numbers\x18\x02 \x03(\x04\"\x16\n\x14ReleaseSlotsResponse*p\n\tSlotGrant\x12\x1a\n\x16SLOT_GRANT_UNSPECIFIED\x10\x00\x12\x17\n\x13SLOT_GRANT_RESERVED\x10\x01\x12\x16\n\x12SLOT_GRANT_PRESENT\x10\x02\x12\x16\n\x12SLOT_GRANT_REFUSED\x10\x03\x32\xd3\x06\n\x0c\x41gentService\x12W\n\x0eGetAgentStatus\x12!.kvstore.v1.GetAgentStatusRequest\x1a\".kvstore.v1.GetAgentStatusResponse\x12\x63\n\x12OpenAgentNamespace\x12%.kvstore.v1.OpenAgentNamespaceRequest\x1a&.kvstore.v1.OpenAgentNamespaceResponse\x12P\n\x0bStoreBlocks\x12\x1e.kvstore.v1.StoreBlocksRequest\x1a\x1f.kvstore.v1.StoreBlocksResponse(\x01\x12M\n\nLoadBlocks\x12\x1d.kvstore.v1.LoadBlocksRequest\x1a\x1e.kvstore.v1.LoadBlocksResponse0\x01\x12N\n\x0bTouchBlocks\x12\x1e.kvstore.v1.TouchBlocksRequest\x1a\x1f.kvstore.v1.TouchBlocksResponse\x12K\n\nFindBlocks\x12\x1d.kvstore.v1.FindBlocksRequest\x1a\x1e.kvstore.v1.FindBlocksResponse\x12Q\n\x0cReserveSlots\x12\x1f.kvstore.v1.ReserveSlotsRequest\x1a .kvstore.v1.ReserveSlotsResponse\x12N\n\x0b\x43ommitSlots\x12\x1e.kvstore.v1.CommitSlotsRequest\x1a\x1f.kvstore.v1.CommitSlotsResponse\x12Q\n\x0c\x41\x63quireSlots\x12\x1f.kvstore.v1.AcquireSlotsRequest\x1a .kvstore.v1.AcquireSlotsResponse\x12Q\n\x0cReleaseSlots\x12\x1f.kvstore.v1.ReleaseSlotsRequest\x1a .kvstore.v1.ReleaseSlotsResponseB\x16Z\x14kvstore/v1;kvstorev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,26 +34,50 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvstore.v1.agent_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z\024kvstore/v1;kvstorev1'
+  _globals['_SLOTGRANT']._serialized_start=2260
+  _globals['_SLOTGRANT']._serialized_end=2372
   _globals['_GETAGENTSTATUSREQUEST']._serialized_start=94
   _globals['_GETAGENTSTATUSREQUEST']._serialized_end=117
   _globals['_GETAGENTSTATUSRESPONSE']._serialized_start=120
-  _globals['_GETAGENTSTATUSRESPONSE']._serialized_end=430
-  _globals['_OPENAGENTNAMESPACEREQUEST']._serialized_start=432
-  _globals['_OPENAGENTNAMESPACEREQUEST']._serialized_end=501
-  _globals['_OPENAGENTNAMESPACERESPONSE']._serialized_start=503
-  _globals['_OPENAGENTNAMESPACERESPONSE']._serialized_end=573
-  _globals['_STOREBLOCKSREQUEST']._serialized_start=575
-  _globals['_STOREBLOCKSREQUEST']._serialized_end=672
-  _globals['_STOREBLOCKSRESPONSE']._serialized_start=674
-  _globals['_STOREBLOCKSRESPONSE']._serialized_end=711
-  _globals['_LOADBLOCKSREQUEST']._serialized_start=713
-  _globals['_LOADBLOCKSREQUEST']._serialized_end=754
-  _globals['_LOADBLOCKSRESPONSE']._serialized_start=757
-  _globals['_LOADBLOCKSRESPONSE']._serialized_end=899
-  _globals['_TOUCHBLOCKSREQUEST']._serialized_start=901
-  _globals['_TOUCHBLOCKSREQUEST']._serialized_end=963
-  _globals['_TOUCHBLOCKSRESPONSE']._serialized_start=965
-  _globals['_TOUCHBLOCKSRESPONSE']._serialized_end=1000
-  _globals['_AGENTSERVICE']._serialized_start=1003
-  _globals['_AGENTSERVICE']._serialized_end=1448
+  _globals['_GETAGENTSTATUSRESPONSE']._serialized_end=484
+  _globals['_AGENTNAMESPACESTATUS']._serialized_start=487
+  _globals['_AGENTNAMESPACESTATUS']._serialized_end=660
+  _globals['_OPENAGENTNAMESPACEREQUEST']._serialized_start=662
+  _globals['_OPENAGENTNAMESPACEREQUEST']._serialized_end=775
+  _globals['_OPENAGENTNAMESPACERESPONSE']._serialized_start=778
+  _globals['_OPENAGENTNAMESPACERESPONSE']._serialized_end=1014
+  _globals['_STOREBLOCKSREQUEST']._serialized_start=1016
+  _globals['_STOREBLOCKSREQUEST']._serialized_end=1135
+  _globals['_STOREBLOCKSRESPONSE']._serialized_start=1137
+  _globals['_STOREBLOCKSRESPONSE']._serialized_end=1174
+  _globals['_LOADBLOCKSREQUEST']._serialized_start=1176
+  _globals['_LOADBLOCKSREQUEST']._serialized_end=1239
+  _globals['_LOADBLOCKSRESPONSE']._serialized_start=1242
+  _globals['_LOADBLOCKSRESPONSE']._serialized_end=1384
+  _globals['_TOUCHBLOCKSREQUEST']._serialized_start=1386
+  _globals['_TOUCHBLOCKSREQUEST']._serialized_end=1470
+  _globals['_TOUCHBLOCKSRESPONSE']._serialized_start=1472
+  _globals['_TOUCHBLOCKSRESPONSE']._serialized_end=1507
+  _globals['_FINDBLOCKSREQUEST']._serialized_start=1509
+  _globals['_FINDBLOCKSREQUEST']._serialized_end=1572
+  _globals['_FINDBLOCKSRESPONSE']._serialized_start=1574
+  _globals['_FINDBLOCKSRESPONSE']._serialized_end=1616
+  _globals['_RESERVESLOTSREQUEST']._serialized_start=1618
+  _globals['_RESERVESLOTSREQUEST']._serialized_end=1702
+  _globals['_RESERVESLOTSRESPONSE']._serialized_start=1704
+  _globals['_RESERVESLOTSRESPONSE']._serialized_end=1790
+  _globals['_COMMITSLOTSREQUEST']._serialized_start=1792
+  _globals['_COMMITSLOTSREQUEST']._serialized_end=1877
+  _globals['_COMMITSLOTSRESPONSE']._serialized_start=1879
+  _globals['_COMMITSLOTSRESPONSE']._serialized_end=1916
+  _globals['_ACQUIRESLOTSREQUEST']._serialized_start=1919
+  _globals['_ACQUIRESLOTSREQUEST']._serialized_end=2085
+  _globals['_ACQUIRESLOTSRESPONSE']._serialized_start=2087
+  _globals['_ACQUIRESLOTSRESPONSE']._serialized_end=2168
+  _globals['_RELEASESLOTSREQUEST']._serialized_start=2170
+  _globals['_RELEASESLOTSREQUEST']._serialized_end=2234
+  _globals['_RELEASESLOTSRESPONSE']._serialized_start=2236
+  _globals['_RELEASESLOTSRESPONSE']._serialized_end=2258
+  _globals['_AGENTSERVICE']._serialized_start=2375
+  _globals['_AGENTSERVICE']._serialized_end=3226
 # @@protoc_insertion_point(module_scope)

@@ -79,6 +79,7 @@ class AccessKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ACCESS_KIND_LOOKUP: _ClassVar[AccessKind]
     ACCESS_KIND_READ: _ClassVar[AccessKind]
     ACCESS_KIND_HINT: _ClassVar[AccessKind]
+    ACCESS_KIND_WRITE: _ClassVar[AccessKind]
 BLOCK_STATE_UNSPECIFIED: BlockState
 BLOCK_STATE_HIT: BlockState
 BLOCK_STATE_PENDING: BlockState
@@ -122,6 +123,7 @@ ACCESS_KIND_UNSPECIFIED: AccessKind
 ACCESS_KIND_LOOKUP: AccessKind
 ACCESS_KIND_READ: AccessKind
 ACCESS_KIND_HINT: AccessKind
+ACCESS_KIND_WRITE: AccessKind
 
 class Hint(_message.Message):
     __slots__ = ("session_hash", "turn", "input_tokens", "output_tokens", "finish_reason", "expected_return_duration", "is_done", "priority", "ttl_duration")
@@ -184,7 +186,7 @@ class GetStoreStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStoreStatsResponse(_message.Message):
-    __slots__ = ("capacity_bytes", "ready_bytes", "used_bytes", "block_count", "reservation_count", "lease_count", "namespace_count", "hit_count", "miss_count", "pending_count", "committed_count", "evicted_count", "read_bytes", "written_bytes", "corrupt_count", "uptime_duration", "namespaces", "sent_count", "unsent_count", "refused_count", "nvme", "reuse", "recent_reuse")
+    __slots__ = ("capacity_bytes", "ready_bytes", "used_bytes", "block_count", "reservation_count", "lease_count", "namespace_count", "hit_count", "miss_count", "pending_count", "committed_count", "evicted_count", "read_bytes", "written_bytes", "corrupt_count", "uptime_duration", "namespaces", "sent_count", "unsent_count", "refused_count", "nvme", "reuse", "recent_reuse", "policy")
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     READY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -208,6 +210,7 @@ class GetStoreStatsResponse(_message.Message):
     NVME_FIELD_NUMBER: _ClassVar[int]
     REUSE_FIELD_NUMBER: _ClassVar[int]
     RECENT_REUSE_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
     capacity_bytes: int
     ready_bytes: int
     used_bytes: int
@@ -231,7 +234,8 @@ class GetStoreStatsResponse(_message.Message):
     nvme: NvmeStats
     reuse: ReuseStats
     recent_reuse: ReuseStats
-    def __init__(self, capacity_bytes: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., block_count: _Optional[int] = ..., reservation_count: _Optional[int] = ..., lease_count: _Optional[int] = ..., namespace_count: _Optional[int] = ..., hit_count: _Optional[int] = ..., miss_count: _Optional[int] = ..., pending_count: _Optional[int] = ..., committed_count: _Optional[int] = ..., evicted_count: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., corrupt_count: _Optional[int] = ..., uptime_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., sent_count: _Optional[int] = ..., unsent_count: _Optional[int] = ..., refused_count: _Optional[int] = ..., nvme: _Optional[_Union[NvmeStats, _Mapping]] = ..., reuse: _Optional[_Union[ReuseStats, _Mapping]] = ..., recent_reuse: _Optional[_Union[ReuseStats, _Mapping]] = ...) -> None: ...
+    policy: str
+    def __init__(self, capacity_bytes: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., block_count: _Optional[int] = ..., reservation_count: _Optional[int] = ..., lease_count: _Optional[int] = ..., namespace_count: _Optional[int] = ..., hit_count: _Optional[int] = ..., miss_count: _Optional[int] = ..., pending_count: _Optional[int] = ..., committed_count: _Optional[int] = ..., evicted_count: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., corrupt_count: _Optional[int] = ..., uptime_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., sent_count: _Optional[int] = ..., unsent_count: _Optional[int] = ..., refused_count: _Optional[int] = ..., nvme: _Optional[_Union[NvmeStats, _Mapping]] = ..., reuse: _Optional[_Union[ReuseStats, _Mapping]] = ..., recent_reuse: _Optional[_Union[ReuseStats, _Mapping]] = ..., policy: _Optional[str] = ...) -> None: ...
 
 class ReuseStats(_message.Message):
     __slots__ = ("window_duration", "hit_count", "miss_count", "new_count", "capacity_count", "policy_count", "admission_count", "identity_count", "failure_count", "unoffered_count")
@@ -258,7 +262,7 @@ class ReuseStats(_message.Message):
     def __init__(self, window_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., hit_count: _Optional[int] = ..., miss_count: _Optional[int] = ..., new_count: _Optional[int] = ..., capacity_count: _Optional[int] = ..., policy_count: _Optional[int] = ..., admission_count: _Optional[int] = ..., identity_count: _Optional[int] = ..., failure_count: _Optional[int] = ..., unoffered_count: _Optional[int] = ...) -> None: ...
 
 class NvmeStats(_message.Message):
-    __slots__ = ("state", "reason", "capacity_bytes", "used_bytes", "block_count", "segment_count", "demoted_count", "promoted_count", "hit_count", "written_bytes", "read_bytes", "evicted_count", "dropped_count", "corrupt_count", "undemoted_count")
+    __slots__ = ("state", "reason", "capacity_bytes", "used_bytes", "block_count", "segment_count", "demoted_count", "promoted_count", "hit_count", "written_bytes", "read_bytes", "evicted_count", "dropped_count", "corrupt_count", "undemoted_count", "policy", "admission", "prefetch_started_count", "prefetch_refused_count", "prefetch_useful_count", "prefetch_late_count", "prefetch_wasted_count")
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -274,6 +278,13 @@ class NvmeStats(_message.Message):
     DROPPED_COUNT_FIELD_NUMBER: _ClassVar[int]
     CORRUPT_COUNT_FIELD_NUMBER: _ClassVar[int]
     UNDEMOTED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    ADMISSION_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_STARTED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_REFUSED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_USEFUL_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_LATE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_WASTED_COUNT_FIELD_NUMBER: _ClassVar[int]
     state: NvmeState
     reason: str
     capacity_bytes: int
@@ -289,7 +300,14 @@ class NvmeStats(_message.Message):
     dropped_count: int
     corrupt_count: int
     undemoted_count: int
-    def __init__(self, state: _Optional[_Union[NvmeState, str]] = ..., reason: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., block_count: _Optional[int] = ..., segment_count: _Optional[int] = ..., demoted_count: _Optional[int] = ..., promoted_count: _Optional[int] = ..., hit_count: _Optional[int] = ..., written_bytes: _Optional[int] = ..., read_bytes: _Optional[int] = ..., evicted_count: _Optional[int] = ..., dropped_count: _Optional[int] = ..., corrupt_count: _Optional[int] = ..., undemoted_count: _Optional[int] = ...) -> None: ...
+    policy: str
+    admission: str
+    prefetch_started_count: int
+    prefetch_refused_count: int
+    prefetch_useful_count: int
+    prefetch_late_count: int
+    prefetch_wasted_count: int
+    def __init__(self, state: _Optional[_Union[NvmeState, str]] = ..., reason: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., block_count: _Optional[int] = ..., segment_count: _Optional[int] = ..., demoted_count: _Optional[int] = ..., promoted_count: _Optional[int] = ..., hit_count: _Optional[int] = ..., written_bytes: _Optional[int] = ..., read_bytes: _Optional[int] = ..., evicted_count: _Optional[int] = ..., dropped_count: _Optional[int] = ..., corrupt_count: _Optional[int] = ..., undemoted_count: _Optional[int] = ..., policy: _Optional[str] = ..., admission: _Optional[str] = ..., prefetch_started_count: _Optional[int] = ..., prefetch_refused_count: _Optional[int] = ..., prefetch_useful_count: _Optional[int] = ..., prefetch_late_count: _Optional[int] = ..., prefetch_wasted_count: _Optional[int] = ...) -> None: ...
 
 class NamespaceStats(_message.Message):
     __slots__ = ("namespace_id", "model", "slot_bytes", "block_count", "used_bytes")

@@ -125,8 +125,22 @@ class Past(NamedTuple):
     is_partial: bool = False
 
 
-NEW = Past()
-NEW_PARTIAL = Past(is_partial=True)
+_PASTS = tuple(
+    Past(uses, gap, is_shared, is_partial)
+    for uses in range(_USES)
+    for gap in range(_BLOCK_GAPS)
+    for is_shared in (False, True)
+    for is_partial in (False, True)
+)
+
+
+def past_of(uses: int, gap: int, *, is_shared: bool, is_partial: bool) -> Past:
+    """Of these bands; the same object each time."""
+    return _PASTS[((uses * _BLOCK_GAPS + gap) * 2 + is_shared) * 2 + is_partial]
+
+
+NEW = past_of(0, 0, is_shared=False, is_partial=False)
+NEW_PARTIAL = past_of(0, 0, is_shared=False, is_partial=True)
 
 
 class Setting(NamedTuple):

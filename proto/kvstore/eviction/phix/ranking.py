@@ -19,7 +19,7 @@ from kvstore.eviction.use import Key, Use
 
 _GHOSTS_MIN = 32_768
 """Places for blocks that have left: so many (256 KiB), or as many as there are blocks."""
-_COHORTS_OF_GONE_MAX = 8192
+_COHORTS_OF_GONE_MAX = 4096
 """Requests with few blocks have a cohort (0.5 KiB) for nearly every ghost: so many more than blocks, no more."""
 _SWEPT_PER_GHOST = 8
 _LOOK_AHEAD = 8
@@ -93,10 +93,11 @@ class Phix(Ranking[Key]):
         if ghost is None or visit.is_same_request(ghost.visit, age_s=visit.now_s - ghost.visit.now_s):
             gain = self._learner.worth_of_new(visit, now_s=self._now_s)
         else:
-            past = Past(
+            past = features.past_of(
                 features.next_uses_band(ghost.past.uses),
                 features.gap_band(visit.now_s - ghost.visit.now_s),
-                ghost.past.is_shared,
+                is_shared=ghost.past.is_shared,
+                is_partial=False,
             )
             gain = self._learner.worth_of_return(visit, past, now_s=self._now_s)
         if self._guard.follows_lru:
@@ -219,11 +220,15 @@ class Phix(Ranking[Key]):
         is_left = earlier.block_count - earlier.left_count > visit.matched_blocks
         self._learner.reuse(cohort, count, now_s=visit.now_s)
         past = cohort.past
-        return self._cohort(visit, Past(uses, features.gap_band(age_s), past.is_shared or is_left, past.is_partial))
+        gap = features.gap_band(age_s)
+        return self._cohort(
+            visit,
+            features.past_of(uses, gap, is_shared=past.is_shared or is_left, is_partial=past.is_partial),
+        )
 
     def _cohort(self, visit: Visit, past: Past) -> Cohort:
         for cohort in visit.cohorts:
-            if cohort.past == past:
+            if cohort.past is past:
                 return cohort
         cohort = Cohort(visit, past)
         visit.cohorts += (cohort,)

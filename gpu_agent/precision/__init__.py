@@ -1,0 +1,1 @@
+"""Fewer bits for blocks that leave the GPU: what a plane is encoded to, and how."""

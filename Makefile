@@ -12,6 +12,11 @@ EXTRAS ?= dev,transformers,demo
 # Test processes at the same time; more than cores only makes them wait for each other.
 JOBS ?= 2
 
+# With torch and triton for CUDA; that of .venv has neither on a machine without a GPU. docs/gpu-check.md
+GPU_PYTHON ?= python3
+# Of the machine that the wheels are for.
+GPU_PYTHON_VERSION ?= 3.12
+
 BUF_VERSION := 1.75.0
 
 VENV := .venv
@@ -39,11 +44,11 @@ MAKEFLAGS += --no-print-directory --no-builtin-rules
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install demo test soak bench bench-peers bench-engines vllm-env sglang-env test-engines lint format types imports proto proto-check docs docs-check ci clean
+.PHONY: help install demo test soak bench bench-peers bench-engines gpu-check gpu-check-wheels vllm-env sglang-env test-engines lint format types imports proto proto-check docs docs-check ci clean
 
 help: ## this list
 	@echo "usage: make TARGET"
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## .venv with the package, its extras and every tool used here
 
@@ -91,6 +96,13 @@ $(PEERS_INSTALLED): pyproject.toml bench/peers/requirements.txt
 	@$(PEERS_VENV)/bin/python -m pip install --quiet --editable . --requirement bench/peers/requirements.txt
 	@$(PEERS_VENV)/bin/python -m pip install --quiet --no-deps lmcache==0.5.6
 	@touch $@
+
+gpu-check: ## what only a GPU shows, in four minutes and without a network; writes bench/results
+	@$(GPU_PYTHON) -m bench.gpu_check.run --out bench/results/gpu-check.json
+
+gpu-check-wheels: $(INSTALLED) ## what a GPU machine may lack for gpu-check, into dist
+	@$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
+		--platform manylinux2014_x86_64 --dest dist/gpu-check-wheels --requirement bench/gpu_check/requirements.txt
 
 vllm-env: $(VLLM_INSTALLED) ## .venv-vllm with vLLM for the CPU and this package
 

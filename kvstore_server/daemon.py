@@ -174,6 +174,7 @@ class Daemon:
                 capacity_bytes=self._arenas.capacity_bytes,
                 pages=str(self._arenas.kind),
                 page_bytes=self._arenas.page_bytes,
+                memory_policy=self._core.policy,
                 **asdict(addresses),
             )
             await self._serve_until_stopped()
@@ -210,6 +211,15 @@ class Daemon:
         gc.freeze()  # what was found lives long: the collector need not look at it again and again
         self._core.departing_bytes_max = self._config.demotion_queue_bytes
         self._core.lower = self._service.nvme = tier
+        figures = tier.figures()
+        _log.info(
+            "nvme_open",
+            folder=str(settings.folder),
+            capacity_bytes=settings.capacity_bytes,
+            blocks=figures.block_count,
+            nvme_policy=figures.policy,
+            admission=figures.admission,
+        )
 
     async def _run_nvme(self) -> None:
         while self._config.nvme.path is not None and self._service.nvme is None:

@@ -16,8 +16,7 @@ LABELS = {
     "same_process_kvstore": "same process, loaded by kvstore",
     "same_process_native_offload": "same process, vLLM's own offload",
     "same_process_lmcache": "same process, LMCache",
-    "local_prefix": "same process, its own prefix cache",
-    "one_token": "limit: one token computed, none loaded",
+    "local_prefix": "limit: vLLM's own prefix cache, nothing loaded",
 }
 OURS, OTHERS, LIMIT = "#1f6f8b", "#e08e45", "#999999"
 
@@ -32,7 +31,7 @@ def main() -> None:
     figure, (first_tokens, pairs) = plt.subplots(
         2, figsize=(8, 0.42 * len(names) + 2.6), layout="constrained", height_ratios=(len(names), 2.4)
     )
-    colors = [OURS if "kvstore" in name else LIMIT if name == "one_token" else OTHERS for name in names]
+    colors = [OURS if "kvstore" in name else LIMIT if name == "local_prefix" else OTHERS for name in names]
     bars = first_tokens.barh(range(len(names)), [medians_s[name] for name in names], 0.6, color=colors)
     first_tokens.bar_label(bars, [f"{medians_s[name]:.3f} s" for name in names], padding=3, fontsize=7)
     first_tokens.set_yticks(range(len(names)), [LABELS[name] for name in names])

@@ -167,8 +167,6 @@ class Run:
                     if name == "alone":
                         took_s = contestant.first_token(prompt, cached_min=HIT_TOKENS)
                         self.measured.samples["local_prefix"].append(took_s)
-                        took_s = contestant.first_token([*prompt, *self._prompts.new(1)], cached_min=PROMPT_TOKENS)
-                        self.measured.samples["one_token"].append(took_s)
                         self.measured.samples["memcpy"].append(memcpy_s(round(self.measured.loaded_bytes)))
                 except (NotMeasuredError, EngineError) as error:
                     if name not in OTHERS:
@@ -215,7 +213,7 @@ class Run:
 
 def result_of(measured: Measured, plan: Plan) -> dict[str, object]:
     batch_tokens = plan.batch_prompts * (plan.batch_prompt_tokens + plan.batch_output_tokens)
-    limit_s = (measured.median("memcpy") or 0.0) + (measured.median("one_token") or 0.0)
+    limit_s = (measured.median("memcpy") or 0.0) + (measured.median("local_prefix") or 0.0)
     computes_s = measured.median("same_process_alone")
     found: dict[str, object] = {
         "cost_at_zero_hit": measured.paired("batch_alone_took_s", "batch_kvstore_took_s"),
@@ -253,8 +251,7 @@ def table(measured: Measured, result: dict[str, object]) -> str:
         "same process, loaded by kvstore": ("same_process_kvstore", "same_process_alone"),
         "same process, vLLM's own offload to host memory": ("same_process_native_offload", "same_process_alone"),
         "same process, LMCache": ("same_process_lmcache", "same_process_alone"),
-        "same process, the engine's own prefix cache": ("local_prefix", "same_process_alone"),
-        "limit: all but one token in the engine's own blocks": ("one_token", "same_process_alone"),
+        "limit: the engine's own prefix cache": ("local_prefix", "same_process_alone"),
         "limit: a memory copy of what is loaded": ("memcpy", "same_process_alone"),
     }
     for label, (name, to) in rows.items():
@@ -332,13 +329,20 @@ def main() -> int:
         private_daemon(capacity_bytes=capacity_bytes(plan), slab_bytes=SLAB_BYTES) as daemon,
     ):
         run = Run(plan, model=model, daemon=daemon, folder=Path(folder))
-        run.new_processes()
-        run.side_by_side(with_profile=arguments.profile)
+        failure: Exception | None = None
+        try:
+            run.new_processes()
+            run.side_by_side(with_profile=arguments.profile)
+        except (NotMeasuredError, EngineError) as error:
+            failure = error  # what was measured until then took many minutes
     result = {"model": arguments.model} | result_of(run.measured, plan)
     text = json.dumps(result, indent=2)
     if arguments.out is not None:
         arguments.out.write_text(text + "\n")
     print(text if arguments.json else table(run.measured, result))
+    if failure is not None:
+        print(f"not all was measured: {_reason(failure)}", file=sys.stderr)
+        return 1
     return 0
 
 

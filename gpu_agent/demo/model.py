@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvstore.errors import InvalidArgumentError
 
@@ -67,8 +67,8 @@ def ensure_default_model(report: Report) -> Path:
     return target
 
 
-def load(name_or_path: str, *, dtype: torch.dtype) -> Any:
-    """A model ready for inference."""
+def load(name_or_path: str, *, dtype: torch.dtype | Literal["auto"]) -> Any:
+    """A model ready for inference; "auto" is the dtype that its weights are in."""
     from transformers import AutoModelForCausalLM
 
     _quieten()

@@ -53,7 +53,7 @@ def build_prompts(
 
     Each part is the text turned to begin elsewhere, so that no two parts share a block however short it is.
     """
-    prefix, body = _split_special(tokenizer, text)
+    prefix, body = split_special(tokenizer, text)
     questions = [tokenizer(question, add_special_tokens=False).input_ids for question in QUESTIONS]
     start = len(body) * part // part_count
     turned = [*body[start:], *body[:start]]
@@ -67,7 +67,7 @@ def build_prompts(
     return Prompts(document_tokens=len(document), first=first, second=second)
 
 
-def _split_special(tokenizer: Any, text: str) -> tuple[list[int], Sequence[int]]:
+def split_special(tokenizer: Any, text: str) -> tuple[list[int], Sequence[int]]:
     """What the tokenizer puts before a text (such as `<bos>`), and the text's own ids."""
     plain: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     whole: list[int] = tokenizer(text, verbose=False).input_ids

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from kvstore.eviction import Request
 from kvstore.keys import BlockHash
+from kvstore_server.core.prefetches import Pace
 from kvstore_server.core.returns import Returns, SessionKey
 from kvstore_server.core.tenants import ScopedId, Tenant, tenant_of
 from kvstore_server.nvme.parts import Parts
@@ -25,6 +27,8 @@ class Expectations:
         self._promotion = promotion
         self._returns: dict[Tenant, Returns] = {}
         """Of each tenant its own: what one's sessions do says nothing of another's."""
+        self._paces: defaultdict[Tenant, Pace] = defaultdict(Pace)
+        """Likewise."""
 
     def asked(self, namespace_id: ScopedId, request: Request) -> None:
         """A request of a session looks for its prompt, or uses it."""
@@ -50,12 +54,27 @@ class Expectations:
         )
 
     def tick(self) -> None:
-        """Begins what is due; to be called about every second."""
-        for returns in self._returns.values():
+        """Begins what is due, as far as that has been worth it of late; to be called about every second."""
+        self._learn()
+        for tenant, returns in self._returns.items():
             for due in returns.due(now_s=self._parts.clock(), count_max=_PROMPTS_AT_ONCE):
-                chain = self._missing_chain(due.key.namespace_id, due.tail)
-                if chain and self._promotion.prefetch(due.key.namespace_id, chain, budget_bytes=0).started_count:
+                namespace_id = due.key.namespace_id
+                chain = self._missing_chain(namespace_id, due.tail)
+                if not chain:
+                    continue
+                if not self._paces[tenant].takes():
+                    returns.rest(due.key)  # it is left to whoever asks for it, this time
+                elif self._promotion.prefetch(namespace_id, chain, budget_bytes=0, is_expected=True).started_count:
                     returns.rest(due.key)
+
+    def share_of(self, tenant: Tenant) -> float:
+        """Of a tenant's prompts that are due, those that are brought."""
+        return self._paces[tenant].share
+
+    def _learn(self) -> None:
+        for outcome in self._parts.store.prefetches.take_outcomes():
+            pace = self._paces[tenant_of(outcome.key.namespace_id)]
+            pace.note(good_count=not outcome.is_wasted, wasted_count=outcome.is_wasted)
 
     def _of(self, namespace_id: ScopedId) -> Returns:
         return self._returns.setdefault(tenant_of(namespace_id), Returns())

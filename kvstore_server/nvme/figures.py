@@ -44,6 +44,8 @@ class NvmeFigures:
     undemoted_count: int = 0
     """Blocks that were to go to the disk and were dropped: too many were under way, or writing was not possible."""
     evicted_count: int = 0
+    expired_count: int = 0
+    """Blocks that were unused for as long as their clients had said that they were worth keeping."""
     dropped_counts: Mapping[str, int] = field(default_factory=dict)
     """Blocks that memory evicted and this tier did not take, by reason; a queue that was full is none of them."""
     corrupt_count: int = 0
@@ -59,6 +61,11 @@ class NvmeFigures:
     read_latency_s: float = 0.0
     """What a read is taken to cost whatever its size, by those so far; `read_bytes_per_s` has the rest."""
     read_bytes_per_s: float = 0.0
+
+    policy: str = ""
+    policy_in_force: str = ""
+    admission: str = ""
+    """Who leaves and who may enter; empty while the tier is closed."""
 
     prefetch_started_count: int = 0
     prefetch_refused_count: int = 0

@@ -182,9 +182,12 @@ class Promotion:
             )
         return not late
 
-    def prefetch(self, namespace_id: ScopedId, hashes: Sequence[BlockHash], *, budget_bytes: int) -> Prefetched:
+    def prefetch(
+        self, namespace_id: ScopedId, hashes: Sequence[BlockHash], *, budget_bytes: int, is_expected: bool = False
+    ) -> Prefetched:
         """Begins to bring blocks, head first, as far as the budgets go; 0: only our own budget.
 
+        `is_expected`: nobody has asked for it, but a session is expected to use them.
         Those that are on their way already count as started, and cost nothing.
         """
         parts = self._parts
@@ -203,7 +206,7 @@ class Promotion:
             self._prefetching_bytes += size_bytes
             begun = self.start(namespace_id, chosen, may_lose=False, request=None)
             keys = [BlockKey(namespace_id, one) for one in chosen]
-            parts.store.prefetches.begin([key for key in keys if key in self._loading])
+            parts.store.prefetches.begin([key for key in keys if key in self._loading], is_expected=is_expected)
             parts.spawn(self._prefetched(begun, size_bytes), at=DiskWork.READING)
         parts.counts.prefetch_started += len(chosen)
         parts.counts.prefetch_refused += refused_count

@@ -73,6 +73,12 @@ class NvmeTier:
     def describe(self, keys: Sequence[BlockKey], request: Request, *, now_s: float) -> None:
         self._parts.disk.describe(keys, request, now_s=now_s)
 
+    def retell(self, use: Use, request: Request) -> Use:
+        return self._parts.disk.retell(use, request)
+
+    def expire(self, *, now_s: float) -> None:
+        self._parts.disk.expire(now_s=now_s)
+
     def last_use(self, key: BlockKey) -> Use | None:
         return self._parts.disk.last_use(key)
 
@@ -204,6 +210,7 @@ class NvmeTier:
             hit_count=counts.hits,
             undemoted_count=parts.store.counters.dropped_undemoted_count + counts.lost.total(),
             evicted_count=disk.counters.evicted_count,
+            expired_count=disk.counters.expired_count,
             dropped_counts={**disk.counters.refused_counts, **dict.fromkeys(LOSSES, 0), **counts.lost},
             corrupt_count=counts.corrupt,
             fault_counts={fault.value: parts.health.fault_counts[fault] for fault in DiskFault},
@@ -212,6 +219,9 @@ class NvmeTier:
             device_read_bytes=counts.device_read_bytes,
             read_latency_s=self._promotion.cost.latency_s,
             read_bytes_per_s=self._promotion.cost.bytes_per_s,
+            policy=disk.policy,
+            policy_in_force=disk.policy_in_force,
+            admission=disk.admission_policy,
             prefetch_started_count=counts.prefetch_started,
             prefetch_refused_count=counts.prefetch_refused,
             prefetch_useful_count=parts.store.prefetches.useful_count,

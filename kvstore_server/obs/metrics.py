@@ -79,6 +79,10 @@ def _both(first: Callable[[Observed], Samples], second: Callable[[Observed], Sam
     return lambda store: first(store) + second(store)
 
 
+def _policy(tier: str, configured: str, in_force: str) -> tuple[Labels, float]:
+    return {"tier": tier, "configured": configured, "in_force": in_force}, 1
+
+
 SPECS: tuple[MetricSpec, ...] = (
     MetricSpec(
         name="kvstore_store_capacity_bytes",
@@ -115,6 +119,17 @@ SPECS: tuple[MetricSpec, ...] = (
         samples=_both(
             _one(lambda store: store.core.block_count, tier="memory"),
             _one_nvme(lambda nvme: nvme.block_count, tier="nvme"),
+        ),
+    ),
+    MetricSpec(
+        name="kvstore_store_policy",
+        kind=GaugeMetricFamily,
+        help="1 for the policy by which blocks leave a tier, as configured and as in force: phix follows lru while "
+        "that does better.",
+        labels=("tier", "configured", "in_force"),
+        samples=_both(
+            lambda store: [_policy("memory", store.core.policy, store.core.policy_in_force)],
+            _nvme(lambda nvme: [_policy("nvme", nvme.policy, nvme.policy_in_force)] if nvme.policy else []),
         ),
     ),
     MetricSpec(
@@ -251,7 +266,7 @@ SPECS: tuple[MetricSpec, ...] = (
     MetricSpec(
         name="kvstore_store_refused_blocks_total",
         kind=CounterMetricFamily,
-        help="Blocks that were not admitted, by reason.",
+        help="Blocks that were not admitted, those behind them included, by reason.",
         labels=("reason",),
         samples=lambda store: [
             ({"reason": "full"}, store.core.counters.refused_full_count),
@@ -265,11 +280,14 @@ SPECS: tuple[MetricSpec, ...] = (
         help="Leases and reservations whose owner let their time pass, and blocks that were unused for as long as a "
         "hint gave them.",
         labels=("what",),
-        samples=lambda store: [
-            ({"what": "lease"}, store.core.counters.expired_lease_count),
-            ({"what": "reservation"}, store.core.counters.expired_reservation_count),
-            ({"what": "block"}, store.core.counters.expired_block_count),
-        ],
+        samples=_both(
+            lambda store: [
+                ({"what": "lease"}, store.core.counters.expired_lease_count),
+                ({"what": "reservation"}, store.core.counters.expired_reservation_count),
+                ({"what": "block"}, store.core.counters.expired_block_count),
+            ],
+            _one_nvme(lambda nvme: nvme.expired_count, what="nvme_block"),
+        ),
     ),
     MetricSpec(
         name="kvstore_store_corrupt_blocks_total",

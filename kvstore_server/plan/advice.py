@@ -25,19 +25,12 @@ class Warned(NamedTuple):
 
 
 def warnings(shape: CacheShape, demand: Demand, machine: Machine, plan: Plan) -> list[Warned]:
-    return [*_vram(demand, machine, plan), *_tiers(demand, plan), *_speeds(demand, plan), *_shape(shape, machine, plan)]
+    return [*_vram(demand, plan), *_tiers(demand, plan), *_speeds(demand, plan), *_shape(shape, machine, plan)]
 
 
-def _vram(demand: Demand, machine: Machine, plan: Plan) -> Iterator[Warned]:
-    gpu, usable_bytes = plan.gpu, int(machine.gpu_bytes * machine.gpu_share)
-    if gpu.weights_bytes is not None and gpu.weights_bytes > usable_bytes:
-        assert machine.weights_bytes is not None, "a share of weights that are not known"
-        yield Warned(
-            "weights-too-large",
-            f"the weights take {format_size(gpu.weights_bytes)} of each GPU and {format_size(usable_bytes)} are there: "
-            f"at least {-(-machine.weights_bytes // usable_bytes)} GPUs are needed (--tp, --pp)",
-        )
-    elif gpu.room_bytes is not None and gpu.room_bytes < gpu.sequence_bytes:
+def _vram(demand: Demand, plan: Plan) -> Iterator[Warned]:
+    gpu = plan.gpu
+    if gpu.room_bytes is not None and gpu.room_bytes < gpu.sequence_bytes:
         yield Warned(
             "sequence-too-large",
             f"one sequence of {demand.context_tokens:,} tokens takes {format_size(gpu.sequence_bytes)} of a GPU and "

@@ -68,6 +68,16 @@ class Machine:
     def gpu_count(self) -> int:
         return self.tp * self.pp
 
+    @property
+    def usable_bytes(self) -> int:
+        """Of each GPU."""
+        return usable_gpu_bytes(self.gpu_bytes, self.gpu_share)
+
+
+def usable_gpu_bytes(gpu_bytes: int, gpu_share: float) -> int:
+    """For weights and KV cache; never nothing, however small the share."""
+    return max(int(gpu_bytes * gpu_share), 1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
@@ -204,7 +214,7 @@ def _gpu(parts: Sequence[CacheShape], demand: Demand, machine: Machine) -> Gpu:
     weights_bytes = room_bytes = None
     if machine.weights_bytes is not None:
         weights_bytes = -(-machine.weights_bytes // machine.gpu_count)
-        room_bytes = max(int(machine.gpu_bytes * machine.gpu_share) - weights_bytes, 0)
+        room_bytes = max(machine.usable_bytes - weights_bytes, 0)
     return Gpu(
         token_bytes=token_bytes,
         sequence_bytes=sequence_bytes,

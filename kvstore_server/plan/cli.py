@@ -12,15 +12,15 @@ from typing import TypeVar
 
 import click
 
-from kvstore.errors import InvalidArgumentError
+from kvstore.errors import CapacityError, InvalidArgumentError
 from kvstore_client.sizes import format_size, parse_size
 from kvstore_server.plan.advice import warnings
-from kvstore_server.plan.arithmetic import Demand, Machine, make_plan
+from kvstore_server.plan.arithmetic import Demand, Machine, make_plan, usable_gpu_bytes
 from kvstore_server.plan.dtypes import element_bytes, parse_dtype
 from kvstore_server.plan.model_config import read_model
 from kvstore_server.plan.models import MODELS, Model, find_model, full
 from kvstore_server.plan.report import Assumed, Report, as_json, as_lines, model_table
-from kvstore_server.plan.shape import PARALLEL_MAX, CacheShape
+from kvstore_server.plan.shape import PARALLEL_MAX, CacheShape, check_tensor_parallel, fewest_gpus
 from kvstore_server.plan.tiers import MEMORY_BYTES_MIN, NVME_BYTES_MIN, DaemonSizes
 
 _TOKENS_MAX = 1 << 30
@@ -29,6 +29,9 @@ _DIM_MAX = 1 << 20
 _LAYERS_MAX = 1 << 12
 _BLOCK_TOKENS_MAX = 1 << 16
 _SIZE_MAX = 1 << 60
+_GPU_BYTES_MIN = 1 << 30
+_WEIGHTS_BYTES_MIN = 1 << 20
+"""Below these a number without its unit is meant."""
 _SPEED_MAX = 1e6
 _TFLOPS_MAX = 1e6
 _RATE_MAX = 1e12
@@ -42,6 +45,7 @@ _PARAMS_POWERS = {"": 0, "k": 1, "m": 2, "b": 3, "t": 4}
 _DTYPE = "bfloat16"
 _WEIGHT_BYTES = 2
 _GIGA = 1e9
+_GPUS_DEFAULT = "as many as the weights need, 1 if --pp or --gpu-memory is given"
 
 _DEFAULTS = {
     "--context": ("8192", "tokens of each sequence, prompt and answer"),
@@ -83,8 +87,9 @@ def _option(flag: str, metavar: str, text: str) -> Callable[[_Command], _Command
 @_option("--hit-rate", "SHARE", "Share of a sequence's tokens that were computed before.")
 @_option("--gpu-memory", "SIZE", "Memory of each GPU.")
 @_option("--gpu-share", "SHARE", "Share of it for weights and KV cache.")
-@click.option("--tp", type=click.IntRange(1, PARALLEL_MAX), default=1, show_default=True, help="Tensor parallel GPUs.")
-@click.option("--pp", type=click.IntRange(1, PARALLEL_MAX), default=1, show_default=True, help="Pipeline stages.")
+@click.option("--tp", metavar="COUNT", type=click.IntRange(1, PARALLEL_MAX),
+              help=f"Tensor parallel GPUs.  [default: {_GPUS_DEFAULT}]")  # fmt: skip
+@click.option("--pp", metavar="COUNT", type=click.IntRange(1, PARALLEL_MAX), help="Pipeline stages, likewise.")
 @_option("--vram-window", "TOKENS", "Tokens of each sequence to keep in VRAM.  [default: as many as fit]")
 @_option("--memory", "SIZE", "Capacity of the memory tier.  [default: as much as is needed]")
 @_option("--nvme", "SIZE", "Capacity of the NVMe tier; 0 for none.  [default: as much as is needed]")
@@ -98,11 +103,21 @@ def _option(flag: str, metavar: str, text: str) -> Callable[[_Command], _Command
 @click.option("--explain", is_flag=True, help="Show the formula of each number.")
 @click.option("--list-models", is_flag=True, help="Show the table of models and where each row comes from.")
 @click.option("--json", "is_json", is_flag=True, help="Print one JSON object, for scripts.")
-def plan(name: str | None, *, tp: int, pp: int, explain: bool, list_models: bool, is_json: bool, **given: str) -> None:
+def plan(
+    name: str | None,
+    *,
+    tp: int | None,
+    pp: int | None,
+    explain: bool,
+    list_models: bool,
+    is_json: bool,
+    **given: str,
+) -> None:
     """Work out what each tier must hold for a model, and whether tiers pay.
 
     Needs no daemon, no GPU and no network. For one copy of the model on one
-    node; whatever is not given is assumed, and the output says so.
+    node; whatever is not given is assumed, and the output says so. Exit code 1
+    when the weights do not fit into the GPUs.
 
     \b
     Fields of --json, among others:
@@ -147,10 +162,14 @@ def _shape(model: Model, dtype: str) -> CacheShape:
     return CacheShape(layers=model.layers, element_bytes=element_bytes(dtype))
 
 
+def _name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
 class _Given:
     """The flags as they were written; whatever is read and was not given is noted as assumed."""
 
-    def __init__(self, name: str | None, *, tp: int, pp: int, **given: str | None) -> None:
+    def __init__(self, name: str | None, *, tp: int | None, pp: int | None, **given: str | None) -> None:
         if name is not None and given["model"] is not None:
             raise InvalidArgumentError.of("--model", given["model"], f"one model; MODEL is {name!r} already")
         self._given = {**given, "model": given["model"] if name is None else name}
@@ -160,11 +179,15 @@ class _Given:
 
     def text(self, flag: str) -> str | None:
         """As given, else the default, else None."""
-        value = self._given[flag.removeprefix("--").replace("-", "_")]
+        value = self._given[_name(flag)]
         if value is None and flag in _DEFAULTS:
             value, why = _DEFAULTS[flag]
             self.assume(flag, value, why)
         return value
+
+    def has(self, flag: str) -> bool:
+        """Whether it was given."""
+        return {"--tp": self.tp, "--pp": self.pp}.get(flag) is not None or self._given.get(_name(flag)) is not None
 
     def assume(self, flag: str, value: str, why: str) -> None:
         self.assumed.append(Assumed(flag, value, why))
@@ -177,7 +200,12 @@ class _Given:
         if (size_bytes == 0 and zero_is_none) or at_least <= size_bytes <= _SIZE_MAX:
             return size_bytes
         allowed = f"{format_size(at_least)} to {format_size(_SIZE_MAX)}"
-        raise InvalidArgumentError.of(flag, text, f"0 for none, or {allowed}" if zero_is_none else allowed)
+        if zero_is_none:
+            allowed = f"0 for none, or {allowed}"
+        bare = text.strip()
+        if re.fullmatch(r"[\d.]*[1-9][\d.]*", bare, re.ASCII):
+            allowed = f"{allowed}; without a unit it is bytes: is {bare}GiB meant?"
+        raise InvalidArgumentError.of(flag, text, allowed)
 
     def whole(self, flag: str, *, at_most: int) -> int | None:
         text = self.text(flag)
@@ -235,7 +263,8 @@ def _report(given: _Given) -> Report:
     dtype = model.dtype if dtype_text is None else parse_dtype(dtype_text, field="--dtype")
     shape = _shape(model, dtype)
     weights_bytes, active_params = _weights(given, model)
-    machine = _machine(given, weights_bytes=weights_bytes)
+    machine = _machine(given, model, shape, weights_bytes=weights_bytes)
+    _check_weights(machine)
     demand = _demand(given, active_params=active_params, gpu_count=machine.gpu_count)
     made = make_plan(shape, demand, machine, sizes=_daemon_sizes())
     return Report(
@@ -291,6 +320,7 @@ def _described_model(given: _Given) -> Model:
     return Model(
         name="described",
         layers=full(layers=layers, kv_heads=used_kv_heads, head_dim=head_dim),
+        num_heads=heads,
         dtype=_DTYPE,
     )
 
@@ -309,7 +339,7 @@ def _read_config(path: Path) -> Model:
 def _weights(given: _Given, model: Model) -> tuple[int | None, float | None]:
     """Bytes of all weights, and parameters that work on each token."""
     params, active_params = given.params("--params"), given.params("--active-params")
-    weights_bytes = given.size("--weights-bytes", at_least=1)
+    weights_bytes = given.size("--weights-bytes", at_least=_WEIGHTS_BYTES_MIN)
     if active_params is None:
         active_params = model.active_params if params is None else params
     if weights_bytes is None and params is not None:
@@ -321,12 +351,24 @@ def _weights(given: _Given, model: Model) -> tuple[int | None, float | None]:
     return weights_bytes, active_params
 
 
-def _machine(given: _Given, *, weights_bytes: int | None) -> Machine:
+def _machine(given: _Given, model: Model, shape: CacheShape, *, weights_bytes: int | None) -> Machine:
+    is_any_gpu_given = given.has("--tp") or given.has("--pp") or given.has("--gpu-memory")
+    gpu_bytes = _known(given.size("--gpu-memory", at_least=_GPU_BYTES_MIN))
+    gpu_share = _known(given.number("--gpu-share", at_most=1.0))
+    tp, pp = given.tp or 1, given.pp or 1
+    if not is_any_gpu_given and weights_bytes is not None:
+        usable_bytes = usable_gpu_bytes(gpu_bytes, gpu_share)
+        tp, pp = fewest_gpus(shape, num_heads=model.num_heads, weights_bytes=weights_bytes, usable_bytes=usable_bytes)
+        if tp * pp > 1:
+            why = f"the fewest GPUs that hold {format_size(weights_bytes)} of weights, each {format_size(usable_bytes)}"
+            given.assume("--tp", str(tp), why)
+            given.assume("--pp", str(pp), "likewise")
+    check_tensor_parallel(shape, num_heads=model.num_heads, tp=tp)
     return Machine(
-        tp=given.tp,
-        pp=given.pp,
-        gpu_bytes=_known(given.size("--gpu-memory", at_least=1)),
-        gpu_share=_known(given.number("--gpu-share", at_most=1.0)),
+        tp=tp,
+        pp=pp,
+        gpu_bytes=gpu_bytes,
+        gpu_share=gpu_share,
         weights_bytes=weights_bytes,
         vram_window_tokens=given.tokens("--vram-window", at_most=_TOKENS_MAX),
         memory_bytes=given.size("--memory", at_least=MEMORY_BYTES_MIN),
@@ -334,6 +376,20 @@ def _machine(given: _Given, *, weights_bytes: int | None) -> Machine:
         link_bytes_per_s=_known(given.number("--link", at_most=_SPEED_MAX)) * _GIGA,
         disk_bytes_per_s=_known(given.number("--disk", at_most=_SPEED_MAX)) * _GIGA,
         block_tokens=_known(given.tokens("--block-tokens", at_most=_BLOCK_TOKENS_MAX)),
+    )
+
+
+def _check_weights(machine: Machine) -> None:
+    """Raises where no KV cache at all has room: there is nothing to plan then."""
+    weights_bytes = machine.weights_bytes
+    if weights_bytes is None or -(-weights_bytes // machine.gpu_count) <= machine.usable_bytes:
+        return
+    raise CapacityError(
+        f"the weights do not fit: they take {format_size(-(-weights_bytes // machine.gpu_count))} of each GPU "
+        f"({format_size(weights_bytes)} on {machine.gpu_count}), and of its {format_size(machine.gpu_bytes)} "
+        f"{format_size(machine.usable_bytes)} are there for them and KV (--gpu-share {machine.gpu_share:g}); at least "
+        f"{-(-weights_bytes // machine.usable_bytes)} such GPUs are needed (--tp, --pp), or larger ones "
+        "(--gpu-memory), or smaller weights (--weights-bytes)"
     )
 
 

@@ -75,7 +75,7 @@ def read_model(config: object, *, name: str) -> Model:
     layers = tuple(_layers(fields))
     if not layers:
         raise InvalidArgumentError.of(f"{name}: layer_types", "no layer that keeps anything", "at least one")
-    return Model(name=name, layers=layers, dtype=_dtype(fields))
+    return Model(name=name, layers=layers, num_heads=fields.whole_or_none("num_attention_heads"), dtype=_dtype(fields))
 
 
 def _dtype(fields: _Fields) -> str:
@@ -272,6 +272,10 @@ def _attention(fields: _Fields, *, window_tokens: int | None) -> AttentionLayer:
     num_kv_heads = fields.whole_or_none("num_key_value_heads") or num_heads
     if fields.get("multi_query") and not fields.get("new_decoder_architecture"):  # Falcon, GPT-BigCode
         num_kv_heads = 1
+    if num_heads % num_kv_heads:
+        raise InvalidArgumentError.of(
+            fields.named("num_key_value_heads"), num_kv_heads, f"a divisor of num_attention_heads, {num_heads}"
+        )
     head_dim = _head_dim(fields, num_heads=num_heads)
     if window_tokens is None and fields.get("global_head_dim") is not None:  # Gemma 4
         head_dim = fields.whole("global_head_dim")

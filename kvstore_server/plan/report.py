@@ -249,7 +249,8 @@ def _gpu_row(report: Report) -> Row:
 
 def _tier_text(name: str, need: TierNeed) -> str:
     if not need.window_tokens:
-        return "nothing"
+        unused = need.capacity_bytes if name != "vram" else None
+        return f"nothing; {name}.capacity {format_size(unused)} is not needed" if unused else "nothing"
     what = f"{format_size(need.window_bytes)}: {need.window_tokens:,} tokens of each sequence"
     what += f"; {format_size(need.needed_bytes)} of all"
     if need.capacity_bytes is None:

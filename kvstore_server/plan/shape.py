@@ -10,6 +10,7 @@ from kvstore.errors import InvalidArgumentError
 
 PARALLEL_MAX = 1024
 """Far above any real number of GPUs that serve one copy of a model."""
+_NODE_GPUS = (2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +117,38 @@ class CacheShape:
 
     def _token_bytes(self, layers: Sequence[AttentionLayer]) -> int:
         return sum(layer.token_bytes(self.element_bytes) for layer in layers)
+
+
+def check_tensor_parallel(shape: CacheShape, *, num_heads: int | None, tp: int) -> None:
+    """Raises where the heads of some layer cannot be shared out evenly over `tp` GPUs, as engines refuse it."""
+    if num_heads is not None and num_heads % tp:
+        raise InvalidArgumentError.of("--tp", tp, f"a divisor of the model's {num_heads} attention heads")
+    for layer in shape.layers:
+        layer.shard(tp)
+
+
+def fewest_gpus(shape: CacheShape, *, num_heads: int | None, weights_bytes: int, usable_bytes: int) -> tuple[int, int]:
+    """`tp` and `pp` of as few GPUs as have room for the weights: up to a node of 8 by `tp`, and more by `pp`.
+
+    (1, 1) where no number of them does.
+    """
+    needed_count = -(-weights_bytes // usable_bytes)
+    tp = 1
+    for wider in _NODE_GPUS:
+        if tp >= needed_count:
+            break
+        if _can_share(shape, num_heads=num_heads, tp=wider):
+            tp = wider
+    pp = -(-needed_count // tp)
+    return (tp, pp) if pp <= min(len(shape.layers), PARALLEL_MAX) else (1, 1)
+
+
+def _can_share(shape: CacheShape, *, num_heads: int | None, tp: int) -> bool:
+    try:
+        check_tensor_parallel(shape, num_heads=num_heads, tp=tp)
+    except InvalidArgumentError:
+        return False
+    return True
 
 
 def shards(shape: CacheShape, *, tp: int, pp: int) -> tuple[CacheShape, ...]:

@@ -66,7 +66,7 @@ def clairvoyant(future: Future, *, capacity_blocks: int) -> Bound:
 
     A block is used whenever one behind it is, so those that are used last of all are tails, and no chain gets a hole.
     What is cached of blocks with the same next use is then always a run that begins where the blocks with an earlier
-    one end: a count per later request is all the state that there is.
+    one end: a count per later request is all the state that there is. Blocks that a request only adds count as used.
     """
     trace, never = future.trace, len(future.trace.requests)
     cached = [0] * never

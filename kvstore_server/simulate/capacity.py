@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from kvstore.errors import InvalidArgumentError
 from kvstore_client.sizes import format_size, parse_size
 
-_ALLOWED = "a share of the trace's unique blocks such as 5%, a number of blocks, or a size such as 64GiB"
+_BYTES_MAX = 1 << 60
+_BLOCKS_MAX = 1 << 40
+_ALLOWED = (
+    "a share of the trace's unique blocks such as 5%, a number of blocks up to 2^40, "
+    "or a size such as 64GiB up to 1024PiB"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +37,8 @@ class Capacity:
         except ValueError as error:
             raise InvalidArgumentError.of(field, text, _ALLOWED) from error
         is_share = capacity.percent is None or 0 < capacity.percent <= 100
-        if not is_share or 0 in (capacity.blocks, capacity.size_bytes):
+        is_count = 1 <= (capacity.blocks or 1) <= _BLOCKS_MAX and 1 <= (capacity.size_bytes or 1) <= _BYTES_MAX
+        if not is_share or not is_count or 0 in (capacity.blocks, capacity.size_bytes):
             raise InvalidArgumentError.of(field, text, _ALLOWED)
         return capacity
 

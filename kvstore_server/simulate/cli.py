@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ import click
 
 from kvstore.errors import InvalidArgumentError, UnavailableError
 from kvstore.eviction import POLICIES, Watermarks
-from kvstore_client.sizes import parse_size
+from kvstore_client.sizes import format_size, parse_size
 from kvstore_server.plan.dtypes import element_bytes
 from kvstore_server.plan.models import find_model
 from kvstore_server.plan.shape import CacheShape
@@ -44,6 +44,7 @@ _CAPACITIES = "1%,2%,5%,10%,20%"
 """Above 20 % all policies look alike."""
 _TIERS = (("5%", "20%"), ("1%", "5%", "20%"))
 """Memory and NVMe; VRAM, memory and NVMe."""
+_BLOCK_BYTES_MAX = 1 << 40
 _TIER_NAMES = ("vram", "memory", "nvme")
 _TRACE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 
@@ -63,6 +64,13 @@ def reading_options(command: _Command) -> _Command:
     ):  # fmt: skip
         command = option(command)
     return command
+
+
+def say_ignored(name: str, ignored_fields: Mapping[str, int]) -> None:
+    """Once for a trace, what of it was not understood."""
+    text = report.ignored_text(ignored_fields)
+    if text:
+        click.echo(f"{name}: {text}", err=True)
 
 
 def default_policies() -> tuple[str, ...]:
@@ -109,7 +117,8 @@ def simulate(traces: tuple[Path, ...], *, suite: Path | None, plot: Path | None,
 
     \b
     Fields of --json:
-      traces         name, requests, unique_blocks, input_tokens, infinite and
+      traces         name, requests, unique_blocks, input_tokens, infinite,
+                     ignored_fields with the lines that have them, and
                      cells: for each capacity clairvoyant and policies, each
                      with token_hit_rate_percent, written_blocks, gap_closed,
                      thrash_index, saved_prefill_tokens, accesses_per_s, tiers
@@ -137,6 +146,8 @@ def simulate(traces: tuple[Path, ...], *, suite: Path | None, plot: Path | None,
         check_that_it_can_draw()
     with _Progress(run.task_count) as on_done:
         abouts = run.look(on_done)
+        for about in abouts:
+            say_ignored(about.name, about.ignored_fields)
         cells = [] if run.has_own_tiers else run.cells(abouts, on_done)
         replays = run.tier_replays(abouts, on_done)
     if plot is not None:
@@ -162,7 +173,8 @@ class _Run:
 
     def __init__(self, traces: Sequence[Path], suite: Path | None, given: dict[str, Any]) -> None:
         self._given = given
-        self.policies = check_policies(_words(given["policies"]) if given["policies"] else default_policies())
+        policies = given["policies"]
+        self.policies = check_policies(default_policies() if policies is None else _words(policies, field="--policy"))
         self.sources = [self._source(path) for path in [*traces, *_traces_in(suite)]]
         if not self.sources:
             raise InvalidArgumentError("no trace: name one or more, or a folder of them with --suite")
@@ -171,8 +183,9 @@ class _Run:
         )
         if self._tiers and given["capacities"] is not None:
             raise InvalidArgumentError.of("--capacity", given["capacities"], "not with --vram, --memory or --nvme")
+        capacities = _CAPACITIES if given["capacities"] is None else given["capacities"]
         self._capacities = tuple(
-            Capacity.parse(text, field="--capacity") for text in _words(given["capacities"] or _CAPACITIES)
+            Capacity.parse(text, field="--capacity") for text in _words(capacities, field="--capacity")
         )
         self._watermarks = _watermarks(given["watermarks"])
         self._process_count: int = given["jobs"] or os.cpu_count() or 1
@@ -315,8 +328,9 @@ class _Run:
             token_bytes = CacheShape(layers=model.layers, element_bytes=element_bytes(model.dtype)).token_bytes
         elif given["block_bytes"] is not None:
             block_bytes = parse_size(given["block_bytes"], field="--block-bytes")
-            if not block_bytes:
-                raise InvalidArgumentError.of("--block-bytes", given["block_bytes"], "1 or more")
+            if not 1 <= block_bytes <= _BLOCK_BYTES_MAX:
+                allowed = f"1 byte to {format_size(_BLOCK_BYTES_MAX)}"
+                raise InvalidArgumentError.of("--block-bytes", given["block_bytes"], allowed)
         return Source(
             path=path,
             tokens_per_block=given["block_tokens"],
@@ -367,8 +381,11 @@ def _without_bypass(policy: str) -> str:
     return policy if policy.endswith(NO_BYPASS) else f"{policy}{NO_BYPASS}"
 
 
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
+def _words(text: str, *, field: str) -> list[str]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        raise InvalidArgumentError.of(field, text, "one value or more, with commas between them")
+    return words
 
 
 def _traces_in(folder: Path | None) -> list[Path]:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from difflib import get_close_matches
 from typing import Any
 
 from kvstore.errors import InvalidArgumentError
 from kvstore.eviction.use import Finish
 
 TOKENS_MAX = 1 << 31
+USED_BLOCKS_MAX = 1 << 26
+"""Of all prompts together, where each is told by itself: until they are numbered they take 100 bytes each."""
 COUNT_MAX = 1 << 53
 """Beyond it a JSON reader may not keep numbers apart."""
+COMMON_FIELDS = frozenset({"session_id", "turn", "expected_return_s", "done", "priority", "ttl_s"})
+"""Of a request in any format."""
 _FINISH = {
     "tool_use": Finish.TOOL_USE,
     "tool_calls": Finish.TOOL_USE,
@@ -24,6 +29,35 @@ _FINISH = {
     "stop_sequence": Finish.END_TURN,
 }
 """As this format, OpenAI's and Anthropic's say it; whatever else is `other`."""
+
+_SIMILAR_FROM = 0.8
+"""Share of letters in common: `sesion_id` and `sessionId` are meant for `session_id`, and `user_id` is not."""
+_NAMES_MAX = 100
+"""Different unknown names that are told apart: a file may have any number of them."""
+
+
+class Ignored:
+    """Counts the lines that have a field which means nothing to us."""
+
+    def __init__(self, known: Iterable[str]) -> None:
+        self._known = frozenset(known)
+        self.counts: dict[str, int] = {}
+
+    def add(self, line: Line) -> None:
+        for name in line.fields:
+            if name not in self._known and (name in self.counts or len(self.counts) < _NAMES_MAX):
+                self.counts[name] = self.counts.get(name, 0) + 1
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known field that is probably meant by another one, however it is joined; None: none is."""
+    spelled = {_letters(one): one for one in known}
+    found = get_close_matches(_letters(name), spelled, n=1, cutoff=_SIMILAR_FROM)
+    return spelled[found[0]] if found else None
+
+
+def _letters(name: str) -> str:
+    return "".join(filter(str.isalnum, name.lower()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +77,12 @@ class Line:
         if not isinstance(fields, dict):
             raise InvalidArgumentError.of(f"{path}, line {number}", fields, "a JSON object")
         return cls(path, number, fields)
+
+    def check_used_blocks(self, count: int) -> None:
+        """Raises where so many, up to this line, are more than can be numbered."""
+        if count > USED_BLOCKS_MAX:
+            where = f"{self.path}, up to line {self.number}"
+            raise InvalidArgumentError.of(where, f"{count} blocks of prompts", f"{USED_BLOCKS_MAX} in a trace")
 
     def wrong(self, field: str, allowed: str) -> InvalidArgumentError:
         return InvalidArgumentError.of(f"{self.path}, line {self.number}: {field}", self.fields.get(field), allowed)

@@ -16,7 +16,10 @@ _LIMIT = "#999999"
 def check_that_it_can_draw() -> None:
     """Before hours of replays, and not behind them."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise UnavailableError("--plot needs matplotlib, which is not installed: pip install matplotlib")
+        raise UnavailableError(
+            "--plot needs matplotlib, which is not installed: pip install 'kvstore[plot]', "
+            "in a checkout of this project pip install '.[plot]'"
+        )
 
 
 def draw(cells: Sequence[Cell], target: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from kvstore.eviction.use import Finish
 from kvstore.messages import ACCESS_NUMBER_BYTES, Access, AccessKind, FinishReason, Hint
-from kvstore_server.simulate.trace import Numbering, Span, Trace, TraceRequest
+from kvstore_server.simulate.trace import Numbering, Span, Trace, TraceRequest, in_order
 
 SAME_REQUEST_S = 10.0
 """An engine asks again for a prompt that waits for its turn, and reads what it was told of: that is one request."""
@@ -25,15 +25,24 @@ _FINISH = {
 class _Recent:
     index: int
     time_s: float
-    chain: tuple[int, ...]
+    prompt: tuple[int, ...]
     session_hash: int
+    added: tuple[int, ...] = ()
+    """Blocks that were written behind the prompt."""
+
+    def place_of(self, number: int) -> int | None:
+        """Of a block in prompt and answer; None: it is not there."""
+        chain = self.prompt + self.added
+        return chain.index(number) if number in chain else None
 
 
 class Recording:
     """Requests in order of arrival, from accesses in order.
 
     A lookup is a request, unless it is one of the last seconds again. What is read is a request only where no lookup of
-    a longer prompt with these blocks came before it, and a hint adds to the last request that used its blocks.
+    a longer prompt with these blocks came before it. What is written behind a prompt, or behind what was written there
+    before, is added to the last request that it goes on; a chain that nobody has looked up is a request without a
+    prompt. A hint adds to the last request of its session and turn, or else that used or wrote some of its blocks.
     """
 
     def __init__(self, *, tokens_per_block: int) -> None:
@@ -57,19 +66,66 @@ class Recording:
                     self._begin(access, numbers)
                 elif access.hint is not None:
                     self._tell(same, access.hint)
+            case AccessKind.WRITE:
+                written = self._write(access, numbers)
+                if written is not None and access.hint is not None:
+                    self._tell(written, access.hint)
             case AccessKind.HINT if access.hint is not None:
-                last = next((one for one in reversed(self._recent) if _is_prefix(numbers, one.chain)), None)
-                if last is not None:
-                    self._tell(last, access.hint)
+                meant = self._meant(access.hint, numbers)
+                if meant is not None:
+                    self._tell(meant, access.hint)
+
+    @property
+    def unique_blocks(self) -> int:
+        return len(self._numbering)
 
     def trace(self, *, name: str, source: str) -> Trace:
         return Trace(
             name=name,
             tokens_per_block=self._tokens_per_block,
-            requests=tuple(self._requests),
+            requests=in_order(self._requests, block_count=len(self._numbering)),
             unique_blocks=len(self._numbering),
             source=source,
         )
+
+    def _write(self, access: Access, numbers: tuple[int, ...]) -> _Recent | None:
+        """The request that these blocks go on or are part of; None: nobody has asked for what is before them."""
+        for one in reversed(self._recent):
+            place = one.place_of(numbers[0])
+            if place is None:
+                continue
+            chain = one.prompt + one.added
+            if chain[place : place + len(numbers)] == numbers[: len(chain) - place]:
+                more = numbers[len(chain) - place :]
+                if more:
+                    self._add(one, more)
+                return one
+        if access.matched_count:
+            return None
+        self._begin(access, (), added=numbers)
+        return self._recent[-1]
+
+    def _add(self, recent: _Recent, numbers: tuple[int, ...]) -> None:
+        recent.added += numbers
+        self._requests[recent.index] = replace(
+            self._requests[recent.index],
+            spans=self._spans(recent.prompt + recent.added),
+            added_blocks=len(recent.added),
+        )
+
+    def _meant(self, hint: Hint, numbers: tuple[int, ...]) -> _Recent | None:
+        """The last request that a hint may be of. Clients name all blocks, those of the answer, or some of them."""
+        if hint.session_hash:
+            for one in reversed(self._recent):
+                turn = self._requests[one.index].turn
+                if one.session_hash == hint.session_hash and (not hint.turn or turn is None or turn == hint.turn):
+                    return one
+        # A number stands for its whole prefix: what goes on from a request's blocks has them in it.
+        for one in reversed(self._recent):
+            chain = one.prompt + one.added
+            if one.place_of(numbers[-1]) is not None or (chain and chain[-1] in numbers):
+                return one
+        return None
 
     def _same(self, access: Access, numbers: tuple[int, ...]) -> _Recent | None:
         """The request that this access belongs to; None: it is a new one."""
@@ -80,22 +136,27 @@ class Recording:
                 return None
             known_turn = self._requests[one.index].turn or 0
             is_other = one.session_hash != session_hash or (turn and known_turn and turn != known_turn)
-            is_equal = one.chain == numbers or (access.kind is AccessKind.READ and _is_prefix(numbers, one.chain))
+            is_equal = one.prompt == numbers or (access.kind is AccessKind.READ and _is_prefix(numbers, one.prompt))
             if is_equal and not is_other:
                 return one
         return None
 
-    def _begin(self, access: Access, numbers: tuple[int, ...]) -> None:
+    def _begin(self, access: Access, numbers: tuple[int, ...], *, added: tuple[int, ...] = ()) -> None:
         hint = access.hint or Hint()
         block_tokens = len(numbers) * self._tokens_per_block
         # The store sees full blocks only; what a hint says of the rest must fit.
         input_tokens = max(hint.input_tokens, block_tokens)
         if input_tokens >= block_tokens + self._tokens_per_block:
             input_tokens = block_tokens
-        self._recent.append(_Recent(len(self._requests), access.uptime_s, numbers, hint.session_hash))
+        self._recent.append(_Recent(len(self._requests), access.uptime_s, numbers, hint.session_hash, added))
         self._requests.append(
             _told(
-                TraceRequest(time_s=access.uptime_s, input_tokens=input_tokens, spans=self._spans(numbers)),
+                TraceRequest(
+                    time_s=access.uptime_s,
+                    input_tokens=input_tokens,
+                    spans=self._spans(numbers + added),
+                    added_blocks=len(added),
+                ),
                 hint,
                 session_id=self._session_id(hint),
             )
@@ -103,6 +164,7 @@ class Recording:
 
     def _tell(self, recent: _Recent, hint: Hint) -> None:
         request = self._requests[recent.index]
+        recent.session_hash = recent.session_hash or hint.session_hash
         session_id = request.session_id if not hint.session_hash else self._session_id(hint)
         self._requests[recent.index] = _told(request, hint, session_id=session_id)
 

@@ -9,8 +9,12 @@ from typing import Any, NamedTuple
 
 from kvstore_client.sizes import format_size
 from kvstore_server.simulate.suite import BASE_LINE, About, Cell, Figures, Job, TierFigures, Verdict
+from kvstore_server.simulate.traces import nearest_field
 
 NEXT_BYTES = 100 << 30
+_NEXT_TEXT = "100GiB"
+_IGNORED_SHOWN_MAX = 10
+_NAME_SHOWN_MAX = 64
 
 
 class TierReplay(NamedTuple):
@@ -39,6 +43,7 @@ def about_json(about: About) -> dict[str, Any]:
         "block_bytes": about.block_bytes,
         "input_tokens": about.input_tokens,
         "duration_s": about.duration_s,
+        "ignored_fields": about.ignored_fields,
         "infinite": {
             "token_hit_rate_percent": _rounded(about.infinite_percent),
             "written_blocks": about.infinite_written_blocks,
@@ -175,7 +180,7 @@ def cells_lines(cells: Sequence[Cell]) -> Iterator[str]:
         body.append(["infinite cache", *(f"{cell.about.infinite_percent:.2f}" for cell in row)])
         yield from _table(head, body)
         yield ""
-        head = ["written per request", *head[1:]]
+        head = ["blocks written per request", *head[1:]]
         body = [
             [policy, *(f"{cell.figures[policy].written_blocks / cell.about.request_count:.2f}" for cell in row)]
             for policy in row[0].figures
@@ -191,8 +196,9 @@ def cells_lines(cells: Sequence[Cell]) -> Iterator[str]:
 def about_lines(about: About) -> Iterator[str]:
     size = "" if about.block_bytes is None else f" ({format_size(about.unique_blocks * about.block_bytes)})"
     yield (
-        f"{about.name}: {about.request_count:,} requests in {about.duration_s:,.0f} s, {about.input_tokens:,} tokens, "
-        f"{about.unique_blocks:,} unique blocks of {about.tokens_per_block} tokens{size}"
+        f"{about.name}: {_number(about.request_count, 'request')} in {about.duration_s:,.0f} s, "
+        f"{_number(about.input_tokens, 'token')}, {_number(about.unique_blocks, 'unique block')} of "
+        f"{_number(about.tokens_per_block, 'token')}{size}"
     )
 
 
@@ -201,7 +207,7 @@ def next_sentence(cell: Cell, row: Sequence[Cell]) -> str:
     policy = next(iter(cell.figures))
     points = points_of_next(cell, row, policy)
     held = _capacity_text(cell)
-    return f"At {held} the next {format_size(NEXT_BYTES)} buy {points:+.2f} points of hit rate with {policy}."
+    return f"At {held} the next {_NEXT_TEXT} {_bought(points)} with {policy}."
 
 
 def points_of_next(cell: Cell, row: Sequence[Cell], policy: str) -> float:
@@ -264,17 +270,57 @@ def tier_replays_lines(replays: Sequence[TierReplay]) -> Iterator[str]:
 
 
 def _notes(one: TierReplay) -> Iterator[str]:
-    lowest = one.figures.tiers[-1].name
-    who = f"{one.job.policy}, {len(one.job.tiers)} tiers"
+    who = f"{one.job.policy}, {_number(len(one.job.tiers), 'tier')}"
     if one.exclusive is not None:
-        share = writes_vs_exclusive(one)
-        yield (
-            f"{who}: {lowest} writes are {'none' if share is None else f'{share:.2f} times'} those of "
-            f"exclusive demotion, at {points_lost(one):.2f} points lost."
+        lost = round(points_lost(one), 2)
+        hits = (
+            "the same hit rate"
+            if not lost
+            else f"a hit rate {abs(lost):.2f} points {'lower' if lost > 0 else 'higher'}"
         )
+        yield f"{who}: {_writes_text(one)}, for {hits}."
     if one.larger is not None:
         points = _points_of_next(one.larger, one.figures)
-        yield f"{who}: the next {format_size(NEXT_BYTES)} of {one.larger_tier} buy {points:+.2f} points of hit rate."
+        yield f"{who}: the next {_NEXT_TEXT} of {_shown_name(one.larger_tier)} {_bought(points)}."
+
+
+def _writes_text(one: TierReplay) -> str:
+    """What the lowest tier is written, beside exclusive demotion."""
+    name, share = _shown_name(one.figures.tiers[-1].name), writes_vs_exclusive(one)
+    if share is not None:
+        return f"{name} is written {share:.2f} times as much as with exclusive demotion"
+    if not one.figures.written_blocks:
+        return f"{name} is not written, as with exclusive demotion"
+    return f"{name} is written {_number(one.figures.written_blocks, 'block')}, and none with exclusive demotion"
+
+
+def _bought(points: float) -> str:
+    shown = round(points, 2)
+    if not shown:
+        return "buy no hits"
+    return f"{'buy' if shown > 0 else 'cost'} {_number(abs(shown), 'point', '.2f')} of hit rate"
+
+
+def _shown_name(tier: str) -> str:
+    return {"vram": "VRAM", "nvme": "NVMe"}.get(tier, tier)
+
+
+def _number(count: float, noun: str, form: str = ",") -> str:
+    return f"{count:{form}} {noun}{'' if count == 1 else 's'}"
+
+
+def ignored_text(ignored_fields: Mapping[str, int]) -> str:
+    """Names the fields that mean nothing to us, and what may be meant by them; empty: there are none."""
+    if not ignored_fields:
+        return ""
+    parts = []
+    for name, count in sorted(ignored_fields.items(), key=lambda one: -one[1])[:_IGNORED_SHOWN_MAX]:
+        meant = nearest_field(name)
+        parts.append(
+            f"`{name[:_NAME_SHOWN_MAX]}` ({_number(count, 'line')}{'' if meant is None else f'; is `{meant}` meant?'})"
+        )
+    more = len(ignored_fields) - len(parts)
+    return f"ignored, as they mean nothing here: {', '.join(parts)}{f' and {more} more' if more else ''}"
 
 
 def _points_of_next(larger: Figures, figures: Figures) -> float:

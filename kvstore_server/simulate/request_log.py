@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvstore.errors import InvalidArgumentError
 from kvstore.keys import TOKENS_PER_BLOCK_MAX, hash_blocks
-from kvstore_server.simulate.fields import TOKENS_MAX, Line
+from kvstore_server.simulate.fields import COMMON_FIELDS, TOKENS_MAX, Ignored, Line
 from kvstore_server.simulate.trace import Numbering, Trace, TraceRequest
 
 LOG_FIELDS = ("token_ids", "prompt_token_ids", "text", "prompt", "messages")
@@ -19,6 +20,8 @@ _FINISH_FIELDS = ("stop", "finish_reason", "stop_reason")
 _TIME_FIELDS = ("timestamp", "time", "created")
 _MILLISECONDS_FROM = 1e11
 """Seconds since 1970 are below it until the year 5138, and milliseconds above it since 1973."""
+
+KNOWN_FIELDS = COMMON_FIELDS.union(LOG_FIELDS, _OUTPUT_FIELDS, _FINISH_FIELDS, _TIME_FIELDS)
 
 Tokenize = Callable[[str | Sequence[Mapping[str, Any]]], Sequence[int]]
 """The token ids of a text, or of a conversation."""
@@ -35,39 +38,44 @@ def read_request_log(lines: Iterable[Line], *, tokens_per_block: int | None, tok
         raise InvalidArgumentError.of("--block-tokens", size, f"1 to {TOKENS_PER_BLOCK_MAX}")
     numbering = Numbering()
     sessions: dict[object, int] = {}
-    requests: list[TraceRequest] = []
+    ignored = Ignored(KNOWN_FIELDS)
     has_times: bool | None = None
-    timed = []
+    used_count = 0
+    # Until all are there and in order: of a prompt only its blocks' hashes, which take a fraction of its tokens.
+    found: list[tuple[TraceRequest, Sequence[bytes]]] = []
     for index, line in enumerate(lines):
+        ignored.add(line)
         time_field = line.first_of(*_TIME_FIELDS)
         has_times = time_field is not None if has_times is None else has_times
         if (time_field is not None) != has_times:
             raise line.wrong(time_field or "timestamp", "in all lines, or in none")
-        timed.append((float(index) if time_field is None else _time_s(line, time_field), line))
-    for time_s, line in sorted(timed, key=lambda one: one[0]):
         tokens = _tokens_of(line, tokenize)
         output_field = line.first_of(*_OUTPUT_FIELDS)
-        requests.append(
-            TraceRequest(
-                time_s=time_s,
-                input_tokens=len(tokens),
-                output_tokens=None if output_field is None else line.integer(output_field, high=TOKENS_MAX),
-                session_id=_session(line, sessions),
-                turn=line.optional_integer("turn", low=1),
-                finish=line.finish(*_FINISH_FIELDS),
-                expected_return_s=line.number_of("expected_return_s") if line.has("expected_return_s") else None,
-                is_done=line.flag("done"),
-                priority=line.integer("priority", low=-2, high=2) if line.has("priority") else 0,
-                ttl_s=line.number_of("ttl_s") if line.has("ttl_s") else None,
-                spans=numbering.spans(hash_blocks(tokens, tokens_per_block=size)),
-            )
+        request = TraceRequest(
+            time_s=float(index) if time_field is None else _time_s(line, time_field),
+            input_tokens=len(tokens),
+            output_tokens=None if output_field is None else line.integer(output_field, high=TOKENS_MAX),
+            session_id=_session(line, sessions),
+            turn=line.optional_integer("turn", low=1),
+            finish=line.finish(*_FINISH_FIELDS),
+            expected_return_s=line.number_of("expected_return_s") if line.has("expected_return_s") else None,
+            is_done=line.flag("done"),
+            priority=line.integer("priority", low=-2, high=2) if line.has("priority") else 0,
+            ttl_s=line.number_of("ttl_s") if line.has("ttl_s") else None,
+            spans=(),
         )
+        hashes = hash_blocks(tokens, tokens_per_block=size)
+        used_count += len(hashes)
+        line.check_used_blocks(used_count)
+        found.append((request, hashes))
+    found.sort(key=lambda one: one[0].time_s)
     return Trace(
         name="",
         tokens_per_block=size,
-        requests=tuple(requests),
+        requests=tuple([replace(request, spans=numbering.spans(hashes)) for request, hashes in found]),
         unique_blocks=len(numbering),
         source="a request log",
+        ignored_fields=ignored.counts,
     )
 
 

@@ -107,6 +107,8 @@ class About:
     duration_s: float
     infinite_percent: float
     infinite_written_blocks: int
+    ignored_fields: dict[str, int] = field(default_factory=dict)
+    """Of the file, that mean nothing to us, with the count of lines that have them."""
     clairvoyant_percent: dict[int, float] = field(default_factory=dict)
     """By capacity in blocks."""
     clairvoyant_written_blocks: dict[int, int] = field(default_factory=dict)
@@ -154,6 +156,7 @@ def look_at(look: Look) -> About:
         duration_s=trace.duration_s,
         infinite_percent=100 * infinite.token_hit_rate,
         infinite_written_blocks=infinite.written_blocks,
+        ignored_fields=trace.ignored_fields,
         clairvoyant_percent={blocks: 100 * bound.token_hit_rate for blocks, bound in at_best.items()},
         clairvoyant_written_blocks={blocks: bound.written_blocks for blocks, bound in at_best.items()},
     )

@@ -114,7 +114,11 @@ class Tiers:
     ) -> None:
         """`parents`: of each block that will ever come, by its number; below 0 for the first of a chain."""
         assert plans, "a store has a tier"
-        self._tiers = [_Tier(plan, Evictor(plan.policy, capacity_blocks=plan.capacity_blocks)) for plan in plans]
+        # More room than there are blocks changes nothing, and a policy makes tables for all the room it is told of.
+        block_count = max(len(parents), 1)
+        self._tiers = [
+            _Tier(plan, Evictor(plan.policy, capacity_blocks=min(plan.capacity_blocks, block_count))) for plan in plans
+        ]
         self._parents = parents
         self._keep = keep
         self._cool_down = cool_down_requests

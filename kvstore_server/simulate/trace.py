@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+
+import numpy as np
 
 from kvstore.eviction.use import Finish, Request
 
@@ -19,6 +21,8 @@ class TraceRequest:
     time_s: float
     input_tokens: int
     spans: tuple[Span, ...]
+    """Of the prompt, and behind it `added_blocks` blocks of what followed: these are stored, and not looked for."""
+    added_blocks: int = 0
     output_tokens: int | None = None
     session_id: int | None = None
     turn: int | None = None
@@ -32,6 +36,10 @@ class TraceRequest:
     def block_count(self) -> int:
         return sum(count for _, count in self.spans)
 
+    @property
+    def prompt_blocks(self) -> int:
+        return self.block_count - self.added_blocks
+
     def hint(self, *, tokens_per_block: int) -> Request:
         """What the store would be told of this request."""
         return Request(
@@ -40,7 +48,7 @@ class TraceRequest:
             input_tokens=self.input_tokens,
             output_tokens=self.output_tokens,
             finish=self.finish,
-            is_last_partial=self.block_count * tokens_per_block > self.input_tokens,
+            is_last_partial=self.prompt_blocks * tokens_per_block > self.input_tokens,
             expected_return_s=self.expected_return_s,
             is_done=self.is_done,
             priority=self.priority,
@@ -61,6 +69,8 @@ class Trace:
     unique_blocks: int
     source: str = ""
     licence: str = ""
+    ignored_fields: dict[str, int] = field(default_factory=dict)
+    """Of the file that it was read from, that mean nothing to us, with the count of lines that have them."""
 
     @cached_property
     def _numbers(self) -> list[int]:
@@ -126,6 +136,22 @@ class Numbering:
             parent = numbers.setdefault((parent, one), len(numbers))
             chain.append(parent)
         return tuple(as_spans(chain))
+
+
+def in_order(requests: Sequence[TraceRequest], *, block_count: int) -> tuple[TraceRequest, ...]:
+    """The same with blocks numbered anew, by first appearance: so many have been numbered in any other order."""
+    new_numbers = np.full(block_count, -1, dtype=np.int64)
+    known = 0
+    renumbered = []
+    for request in requests:
+        chain = [number for first, count in request.spans for number in range(first, first + count)]
+        old = np.array(chain, dtype=np.int64)
+        is_new = new_numbers[old] < 0
+        new_count = int(is_new.sum())
+        new_numbers[old[is_new]] = np.arange(known, known + new_count)
+        known += new_count
+        renumbered.append(replace(request, spans=tuple(as_spans(new_numbers[old].tolist()))))
+    return tuple(renumbered)
 
 
 def as_spans(numbers: Sequence[int]) -> Iterator[Span]:

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
 import click
 
-from kvstore.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
-from kvstore.messages import DescribedNamespace
-from kvstore.namespace import Namespace
+from kvstore.errors import InvalidArgumentError
 from kvstore_client.cli import asking, daemon_options
 from kvstore_server.simulate.bounds import infinite
-from kvstore_server.simulate.cli import reading_options
-from kvstore_server.simulate.recording import Recording
+from kvstore_server.simulate.cli import reading_options, say_ignored
+from kvstore_server.simulate.record import ending_by_signal, record_accesses
 from kvstore_server.simulate.suite import Source, read_source
 from kvstore_server.simulate.trace import Trace
-from kvstore_server.simulate.traces import write_trace
+from kvstore_server.simulate.traces import new_file, write_trace
 
-_TAKEN_EVERY_S = 0.5
+force_option = click.option("--force", "is_forced", is_flag=True, help="Replace the file if it is there.")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -53,6 +49,7 @@ def info(path: Path, *, block_tokens: int | None, tokenizer: str | None, is_json
       duration_s, input_tokens, median_input_tokens, median_return_gap_s
       block_accesses, unique_blocks
       infinite_percent        token hit rate of a cache that never evicts
+      ignored_fields          names that mean nothing here, with their lines
 
     \b
     Example:
@@ -61,6 +58,7 @@ def info(path: Path, *, block_tokens: int | None, tokenizer: str | None, is_json
     found = read_source(Source(path=path, tokens_per_block=block_tokens, tokenizer=tokenizer))
     sessions = {request.session_id for request in found.requests if request.session_id is not None}
     gaps_s = _return_gaps_s(found)
+    say_ignored(found.name, found.ignored_fields)
     figures = {
         "path": str(path),
         "source": found.source,
@@ -75,21 +73,19 @@ def info(path: Path, *, block_tokens: int | None, tokenizer: str | None, is_json
         "block_accesses": found.block_accesses,
         "unique_blocks": found.unique_blocks,
         "infinite_percent": round(100 * infinite(found).token_hit_rate, 4),
+        "ignored_fields": found.ignored_fields,
     }
     if is_json:
         click.echo(json.dumps(figures))
         return
-    of_sessions = f" of {len(sessions):,} sessions" if sessions else ""
-    gap = f", back after {figures['median_return_gap_s']} s at the median" if gaps_s else ""
+    of_sessions = f" of {len(sessions):,} session{'' if len(sessions) == 1 else 's'}" if sessions else ""
+    gap = f"; a session's next one comes after {figures['median_return_gap_s']} s (median)" if gaps_s else ""
     rows = [
-        ("source", f"{found.source}; licence: {found.licence or 'not told'}"),
+        ("source", f"{found.source or 'not told'}; licence: {found.licence or 'not told'}"),
         ("requests", f"{len(found.requests):,}{of_sessions} in {found.duration_s:,.0f} s{gap}"),
-        ("prompts", f"{found.input_tokens:,} tokens, {figures['median_input_tokens']:,} at the median"),
-        (
-            "blocks",
-            f"{found.block_accesses:,} used, {found.unique_blocks:,} unique, of {found.tokens_per_block} tokens",
-        ),
-        ("ceiling", f"{figures['infinite_percent']:.2f} % of tokens hit in a cache that never evicts"),
+        ("prompts", f"{found.input_tokens:,} tokens; the median prompt has {figures['median_input_tokens']:,.0f}"),
+        ("blocks", f"{found.unique_blocks:,} of {found.tokens_per_block} tokens, used {found.block_accesses:,} times"),
+        ("ceiling", f"a cache that never evicts hits {figures['infinite_percent']:.2f} % of the tokens"),
     ]
     click.echo("\n".join(f"{name:<10} {value}" for name, value in rows))
 
@@ -98,8 +94,9 @@ def info(path: Path, *, block_tokens: int | None, tokenizer: str | None, is_json
 @click.argument("path", metavar="TRACE", type=click.Path(path_type=Path))
 @click.option("--out", required=True, metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
               help="The file to write; compressed if its name ends in .gz.")  # fmt: skip
+@force_option
 @reading_options
-def convert(path: Path, *, out: Path, block_tokens: int | None, tokenizer: str | None) -> None:
+def convert(path: Path, *, out: Path, is_forced: bool, block_tokens: int | None, tokenizer: str | None) -> None:
     """Write a trace as kvtrace-1, in which there is no text.
 
     Blocks and sessions become numbers by first appearance, which tell nothing
@@ -112,14 +109,17 @@ def convert(path: Path, *, out: Path, block_tokens: int | None, tokenizer: str |
     """
     if out.exists() and out.samefile(path):
         raise InvalidArgumentError.of("--out", str(out), "another file than the one that is read")
-    found = read_source(Source(path=path, tokens_per_block=block_tokens, tokenizer=tokenizer))
-    write_trace(found, out, real="times, lengths and equal prefixes as in the source")
+    with new_file(out, is_forced=is_forced) as part:
+        found = read_source(Source(path=path, tokens_per_block=block_tokens, tokenizer=tokenizer))
+        say_ignored(found.name, found.ignored_fields)
+        write_trace(found, part, real="times, lengths and equal prefixes as in the source")
     click.echo(f"{out}: {len(found.requests):,} requests, {found.unique_blocks:,} unique blocks")
 
 
 @trace.command()
 @click.option("--out", required=True, metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
               help="The file to write; compressed if its name ends in .gz.")  # fmt: skip
+@force_option
 @click.option("--namespace", "id_prefix", metavar="HEX", default="",
               help="The namespace, by the start of its id.  [default: the only one]")  # fmt: skip
 @click.option("--for", "duration_s", metavar="SECONDS", type=click.FloatRange(min=0, min_open=True),
@@ -131,6 +131,7 @@ def record(
     address: str | None,
     *,
     out: Path,
+    is_forced: bool,
     id_prefix: str,
     duration_s: float | None,
     request_count_max: int | None,
@@ -139,9 +140,10 @@ def record(
 ) -> None:
     """Write what is asked of a daemon as a trace.
 
-    Of one namespace, as its lookups are seen by the daemon: when, and which
-    blocks by numbers that tell nothing of them, with the hints that clients
-    give. Ends at Ctrl-C, and the file is written then.
+    Of one namespace, as the daemon sees it: what is looked up, when, and what
+    is stored behind it, as blocks by numbers that tell nothing of them, with the
+    hints that clients give. Waits for the namespace if no client has opened it
+    yet. The file is written at the end: after --for, at Ctrl-C or SIGTERM.
 
     \b
     Fields of --json:
@@ -153,53 +155,30 @@ def record(
       kvstore trace record --out trace.jsonl.gz --for 3600
       kvstore trace record --address 10.0.0.5:7450 --namespace 3fa2 --out trace.jsonl.gz
     """
-    with asking(address, timeout_s=timeout_s) as client:
-        namespace = _chosen(client.namespaces().namespaces, id_prefix)
-        recording = Recording(tokens_per_block=namespace.tokens_per_block)
-        until_s = float("inf") if duration_s is None else time.monotonic() + duration_s
-        dropped_count = 0
-        try:
-            taken = client.accesses(namespace)
-            epoch = taken.epoch
-            click.echo(f"recording {namespace.id.hex()[:16]} {namespace.model}, until Ctrl-C or as told", err=True)
-            while time.monotonic() < until_s and len(recording) < (request_count_max or float("inf")):
-                if not taken.accesses:
-                    time.sleep(min(_TAKEN_EVERY_S, max(until_s - time.monotonic(), 0.0)))
-                taken = client.accesses(namespace, after_number=taken.last_number)
-                dropped_count += taken.dropped_count
-                if taken.epoch != epoch:
-                    click.echo("the daemon has restarted, and names blocks anew: the recording ends here", err=True)
-                    break
-                for access in taken.accesses:
-                    recording.add(access)
-        except KeyboardInterrupt:
-            pass
-        except (UnavailableError, DeadlineExceededError) as error:
-            if not len(recording):
-                raise
-            click.echo(f"the recording ends here: {error}", err=True)
-    found = recording.trace(name=out.name, source=f"recorded on a daemon, model {namespace.model}")
-    write_trace(found, out, real="times of lookups, equal prefixes in full blocks, and hints")
+    with new_file(out, is_forced=is_forced) as part, ending_by_signal() as is_ending:
+        with asking(address, timeout_s=timeout_s) as client:
+            recorded = record_accesses(
+                client,
+                id_prefix=id_prefix,
+                duration_s=duration_s,
+                request_count_max=request_count_max,
+                is_ending=is_ending,
+            )
+        namespace = recorded.namespace
+        found = recorded.recording.trace(name=out.name, source=f"recorded on a daemon, model {namespace.model}")
+        write_trace(found, part, real="times of lookups, equal prefixes in full blocks, and hints")
     figures = {
         "path": str(out),
         "namespace_id": namespace.id.hex(),
         "requests": len(found.requests),
         "unique_blocks": found.unique_blocks,
-        "dropped_count": dropped_count,
+        "dropped_count": recorded.dropped_count,
     }
     if is_json:
         click.echo(json.dumps(figures))
         return
-    lost = f", {dropped_count:,} accesses lost" if dropped_count else ""
+    lost = f", {recorded.dropped_count:,} accesses lost" if recorded.dropped_count else ""
     click.echo(f"{out}: {len(found.requests):,} requests, {found.unique_blocks:,} unique blocks{lost}")
-
-
-def _chosen(known: Sequence[DescribedNamespace], id_prefix: str) -> Namespace:
-    matching = [one.namespace for one in known if one.namespace.id.hex().startswith(id_prefix.lower())]
-    if len(matching) != 1:
-        there = ", ".join(f"{one.namespace.id.hex()[:16]} ({one.namespace.model})" for one in known) or "none yet"
-        raise InvalidArgumentError.of("--namespace", id_prefix, f"the start of the id of exactly one of: {there}")
-    return matching[0]
 
 
 def _return_gaps_s(found: Trace) -> list[float]:

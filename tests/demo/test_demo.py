@@ -16,27 +16,15 @@ import pytest
 from click.testing import CliRunner
 
 pytest.importorskip("torch", reason="needs the [demo] extra")
-transformers = pytest.importorskip("transformers", reason="needs the [demo] extra")
+pytest.importorskip("transformers", reason="needs the [demo] extra")
 
-from gpu_agent.demo.cli import demo  # noqa: E402
-from tests.transformers.conftest import build_model  # noqa: E402
+from gpu_agent.demo.cli import demo
+from tests.demo.tiny import save_tiny_model
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model and a byte-level tokenizer with a token before every text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-
-    path = tmp_path_factory.mktemp("demo") / "tiny"
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<bos>"])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 256)])
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>").save_pretrained(path)
-    build_model("gemma3").save_pretrained(path)
-    return path
+    return save_tiny_model(tmp_path_factory.mktemp("demo") / "tiny")
 
 
 def demo_command(folder: Path) -> list[str]:

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-from kvstore.keys import BlockHash
+from kvstore.keys import BlockHash, NamespaceId
 from kvstore.messages import ACCESS_BLOCKS_MAX, ACCESS_NUMBER_BYTES, AccessKind
 from kvstore_server.core.accesses import WATCH_S, AccessLog
-from kvstore_server.core.tenants import ScopedId
+from kvstore_server.core.tenants import ScopedId, Tenant, scoped
 
 SPACE, OTHER = ScopedId(b"one"), ScopedId(b"other")
 
@@ -75,6 +75,56 @@ def test_a_watch_ends_when_nobody_takes_anything_and_the_reader_is_told() -> Non
     assert not accesses.is_watched(SPACE)
     again = accesses.take(SPACE, after_number=start, uptime_s=WATCH_S + 2)
     assert (again.accesses, again.dropped_count) == ((), 1)
+
+
+def test_of_short_accesses_a_bounded_number_is_remembered_and_the_rest_counted() -> None:
+    """A hint of one block tells more beside it than its number takes."""
+    accesses = log()
+    start = accesses.take(SPACE, after_number=0, uptime_s=0.0).last_number
+    for _ in range((1 << 15) + 100):
+        note(accesses, 1)
+    taken = accesses.take(SPACE, after_number=start, uptime_s=0.0)
+    assert taken.dropped_count == 100
+    assert len(taken.accesses) == ACCESS_BLOCKS_MAX // 8, "an answer is bounded by what else they tell, too"
+    kept = len(taken.accesses)
+    while taken.accesses:
+        taken = accesses.take(SPACE, after_number=taken.last_number, uptime_s=0.0)
+        assert taken.dropped_count == 0
+        kept += len(taken.accesses)
+    assert kept == 1 << 15
+
+
+def test_an_access_that_is_larger_than_an_answer_comes_alone_and_whole() -> None:
+    accesses = log()
+    start = accesses.take(SPACE, after_number=0, uptime_s=0.0).last_number
+    for count in (1, ACCESS_BLOCKS_MAX + 1, 1):
+        note(accesses, count)
+    counts = []
+    taken = accesses.take(SPACE, after_number=start, uptime_s=0.0)
+    while taken.accesses:
+        counts.append([len(one.block_numbers) // ACCESS_NUMBER_BYTES for one in taken.accesses])
+        taken = accesses.take(SPACE, after_number=taken.last_number, uptime_s=0.0)
+    assert counts == [[1], [ACCESS_BLOCKS_MAX + 1], [1]]
+
+
+def test_one_access_beyond_all_that_is_remembered_is_kept_alone() -> None:
+    accesses = log()
+    start = accesses.take(SPACE, after_number=0, uptime_s=0.0).last_number
+    note(accesses, 3)
+    note(accesses, (1 << 18) + 1)
+    taken = accesses.take(SPACE, after_number=start, uptime_s=0.0)
+    assert (len(taken.accesses), taken.dropped_count) == (1, 1)
+
+
+def test_a_tenant_that_watches_all_it_may_ends_nobody_elses_watch() -> None:
+    accesses = AccessLog(secret=bytes(32), tenant_count=4)
+    mine = scoped(Tenant("acme"), NamespaceId(bytes(32)))
+    accesses.take(mine, after_number=0, uptime_s=0.0)
+    others = [scoped(Tenant("greedy"), NamespaceId(bytes([number]) * 32)) for number in range(20)]
+    for other in others:
+        accesses.take(other, after_number=0, uptime_s=1.0)
+    assert accesses.is_watched(mine)
+    assert [accesses.is_watched(other) for other in others] == [False] * 16 + [True] * 4, "its share of 16"
 
 
 def test_so_many_namespaces_are_watched_and_the_one_longest_untaken_gives_way() -> None:

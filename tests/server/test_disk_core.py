@@ -722,3 +722,54 @@ def test_numbers_of_writes_go_on_above_what_is_skipped_and_never_back() -> None:
     write = begin(disk, 1)
     assert write is not None
     assert write.sequence == 101
+
+
+# --- time to live
+
+
+def keys(*numbers: int) -> list[BlockKey]:
+    return [key_of(number) for number in numbers]
+
+
+def test_blocks_that_were_not_to_be_kept_so_long_leave_the_disk_tails_first_and_others_stay() -> None:
+    disk = make_disk()
+    put(disk, 0, 1, 2)
+    put(disk, 10, 11)
+    chain = keys(0, 1, 2)
+    disk.touch(chain, use=disk.begin_use(Request(ttl_s=10.0), now_s=5.0, chain_blocks=3, matched_blocks=3))
+    disk.expire(now_s=14.9)
+    assert numbers_in(disk) == {0, 1, 2, 10, 11}
+    disk.expire(now_s=15.0)
+    assert numbers_in(disk) == {10, 11}
+    assert set(disk.take_evicted()) == set(chain), "the index forgets them"
+    assert (disk.counters.expired_count, disk.counters.evicted_count) == (3, 0)
+    disk.check_invariants()
+
+
+def test_a_block_that_is_being_read_outlives_its_time_and_then_leaves() -> None:
+    disk = make_disk()
+    put(disk, 0, 1)
+    disk.touch(keys(0, 1), use=disk.begin_use(Request(ttl_s=1.0), now_s=0.0, chain_blocks=2, matched_blocks=2))
+    block = disk.begin_read(key_of(1))
+    assert block is not None
+    disk.expire(now_s=60.0)
+    assert numbers_in(disk) == {0, 1}
+    disk.end_read(key_of(1), block)
+    disk.expire(now_s=60.0)
+    assert numbers_in(disk) == set()
+    disk.check_invariants()
+
+
+def test_a_later_use_without_a_time_keeps_a_block_and_what_is_written_late_has_its_own() -> None:
+    disk = make_disk()
+    put(disk, 0)
+    disk.touch(keys(0), use=disk.begin_use(Request(ttl_s=1.0), now_s=0.0, chain_blocks=1, matched_blocks=1))
+    touch(disk, keys(0))
+    use = disk.retell(disk.begin_use(NO_HINT, now_s=0.0, chain_blocks=1, matched_blocks=0), Request(ttl_s=9.0))
+    write = disk.begin_write(key_of(5), parent_hash=None, use=use, now_s=3.0)
+    assert write is not None
+    disk.end_write(write, stored_bytes=SIZE_BYTES)
+    disk.expire(now_s=8.9)
+    assert numbers_in(disk) == {0, 5}
+    disk.expire(now_s=9.0)
+    assert numbers_in(disk) == {0}

@@ -45,6 +45,10 @@ FIGURES = NvmeFigures(
     device_read_bytes=16,
     read_latency_s=0.002,
     read_bytes_per_s=17.0,
+    policy="phix",
+    policy_in_force="lru",
+    admission="worth",
+    expired_count=22,
     prefetch_started_count=18,
     prefetch_refused_count=19,
     recovery_s=0.25,
@@ -99,6 +103,15 @@ def test_what_every_tier_has_is_told_apart_by_the_tier(scrape: Scrape) -> None:
     assert found["kvstore_store_blocks"] == {"memory": 0, "nvme": 5}
     assert found["kvstore_store_evicted_blocks_total"] == {"memory": 0, "nvme": 11}
     assert found["kvstore_store_corrupt_blocks_total"] == {"commit": 0, "memory": 0, "nvme": 14}
+
+
+def test_the_policy_of_each_tier_is_exported_as_configured_and_as_in_force(scrape: Scrape) -> None:
+    # Labels come by name: configured, in_force, tier.
+    assert scrape(FIGURES)["kvstore_store_policy"] == {"lru lru memory": 1, "phix lru nvme": 1}
+    assert scrape(None)["kvstore_store_policy"] == {"lru lru memory": 1}
+    closed = NvmeFigures(state="degraded", reason="eio", capacity_bytes=1)
+    assert scrape(closed)["kvstore_store_policy"] == {"lru lru memory": 1}
+    assert scrape(FIGURES)["kvstore_store_expired_total"]["nvme_block"] == 22
 
 
 def test_the_ceiling_of_the_hit_rate_and_the_causes_of_the_gap_are_exported(arenas: Arenas) -> None:

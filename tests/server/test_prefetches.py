@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore_server.core.prefetches import Prefetches
+from kvstore_server.core.prefetches import Pace, Prefetches
 
 
 def counts(prefetches: Prefetches[int]) -> tuple[int, int, int]:
@@ -75,3 +76,47 @@ def test_each_that_was_begun_is_counted_by_the_first_thing_that_tells(events: li
             state[key] = "unused" if what == "arrive" else was
         assert counts(prefetches) == tuple(expected.values())
         assert len(prefetches) == len(state)
+
+
+# --- what is brought for sessions that are expected
+
+
+def test_what_became_of_expected_blocks_is_told_once_and_of_no_others() -> None:
+    prefetches = Prefetches[int]()
+    prefetches.begin([1, 2, 3], is_expected=True)
+    prefetches.begin([7, 8])
+    prefetches.ask([1, 7])
+    prefetches.arrive([2, 3, 8])
+    prefetches.use([2, 8])
+    prefetches.leave([3])
+    assert sorted(prefetches.take_outcomes()) == [(1, False), (2, False), (3, True)]
+    assert prefetches.take_outcomes() == []
+    assert counts(prefetches) == (2, 2, 1)
+
+
+def taken(pace: Pace, *, count: int = 160) -> int:
+    return sum(pace.takes() for _ in range(count))
+
+
+def test_everything_due_is_brought_while_little_is_known_or_half_of_it_is_asked_for() -> None:
+    pace = Pace()
+    pace.note(good_count=0, wasted_count=255)
+    assert taken(pace) == 160
+    pace.note(good_count=256, wasted_count=0)
+    assert taken(pace) == 160
+
+
+@pytest.mark.parametrize(("good_count", "expected"), [(500, 160), (250, 80), (125, 40), (0, 10)])
+def test_where_most_is_wasted_less_is_brought_in_proportion_but_never_nothing(good_count: int, expected: int) -> None:
+    pace = Pace()
+    pace.note(good_count=good_count, wasted_count=1000 - good_count)
+    assert taken(pace) == expected
+
+
+def test_who_becomes_worth_it_again_is_brought_again() -> None:
+    pace = Pace()
+    pace.note(good_count=0, wasted_count=1_000_000)
+    assert pace.share == 1 / 16
+    for _ in range(100):
+        pace.note(good_count=50, wasted_count=10)
+    assert pace.share == 1.0

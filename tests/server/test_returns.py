@@ -150,6 +150,28 @@ def test_no_more_are_named_than_are_asked_for_and_the_rest_come_next() -> None:
     assert len({due.key for some in named for due in some}) == 25
 
 
+def test_of_many_that_have_their_turn_at_once_a_bounded_number_is_looked_at_per_call() -> None:
+    """A daemon that was stopped for an hour does not look at all its sessions in one turn of its loop."""
+    returns = Returns()
+    for number in range(2_000):
+        returns.leave(key(number), TAIL, now_s=0.0)
+    left = []
+    for _ in range(5):
+        assert returns.due(now_s=4_000.0, count_max=10_000) == []
+        left.append(len(returns))
+    assert left == [2_000 - 512, 2_000 - 2 * 512, 2_000 - 3 * 512, 0, 0]
+    assert returns.gaps[Finish.UNKNOWN].turn_count > 800, "each of them was learned from"
+
+
+def test_those_that_are_due_come_before_the_bound_of_looks_and_none_is_left_out() -> None:
+    returns = Returns(horizon_s=30)
+    for number in range(1_200):
+        returns.leave(key(number), TAIL, expected_return_s=60.0, now_s=0.0)
+    named = [returns.due(now_s=50.0, count_max=10_000) for _ in range(4)]
+    assert [len(one) for one in named] == [512, 512, 176, 0]
+    assert {due.key.session_id for one in named for due in one} == set(range(1_200))
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["leave", "come", "end"]), st.floats(0, 1e5)), max_size=60)
 )

@@ -19,6 +19,8 @@ from kvstore.errors import InvalidArgumentError
 from kvstore.messages import BlockState, CutReason, Epoch, NvmeState, OwnerId, ReserveState, Tier, TransferPath
 from kvstore.namespace import Namespace
 from kvstore.slab import SLOT_HEADER_BYTES, SlotState, decode_slot_records, slot_state
+from kvstore_server.core.store import BlockKey
+from kvstore_server.core.tenants import DEFAULT_TENANT, scoped
 from kvstore_server.rpc.caller import LOOPBACK
 from kvstore_server.rpc.service import StoreService
 from tests.server.builders import (
@@ -503,16 +505,10 @@ async def test_a_prefetch_brings_blocks_within_its_budget_head_first_and_counts_
 async def test_a_session_that_says_when_it_is_back_finds_its_blocks_in_memory(store: Tiered) -> None:
     await store.put_on_disk(range(5))
 
-    async def tell(session: int, numbers: Iterable[int], **hint: Any) -> None:
-        request = m.HintBlocksRequest(
-            namespace_id=SMALL.id, block_hashes=packed(*numbers), hint=m.Hint(session_hash=session, **hint)
-        )
-        await store.service.hint_blocks(request, LOOPBACK)
-
-    await tell(7, range(5), turn=1, expected_return_s=60.0)
+    await tell(store, range(5), session_hash=7, turn=1, expected_return_s=60.0)
     await store.put_on_disk(range(10, 13))
-    await tell(8, range(10, 13), turn=1, expected_return_s=60.0)
-    await tell(8, range(10, 13), is_done=True)
+    await tell(store, range(10, 13), session_hash=8, turn=1, expected_return_s=60.0)
+    await tell(store, range(10, 13), session_hash=8, is_done=True)
     for now_s, promoted_count in ((0.0, 0), (20.0, 0), (35.0, 5)):
         store.health_s = now_s
         store.service.sweep()
@@ -523,6 +519,69 @@ async def test_a_session_that_says_when_it_is_back_finds_its_blocks_in_memory(st
     assert await store.read(*range(5)) == [enveloped(number) for number in range(5)]
     figures = store.tier.figures()
     assert (figures.prefetch_useful_count, figures.prefetch_late_count, figures.prefetch_wasted_count) == (5, 0, 0)
+
+
+async def tell(store: Tiered, numbers: Iterable[int], **hint: Any) -> None:
+    request = m.HintBlocksRequest(namespace_id=SMALL.id, block_hashes=packed(*numbers), hint=m.Hint(**hint))
+    await store.service.hint_blocks(request, LOOPBACK)
+
+
+async def test_sessions_that_are_expected_in_vain_get_fewer_blocks_brought_and_others_all(store: Tiered) -> None:
+    for number in range(16):
+        await store.put_on_disk([number])
+
+    async def expect_all(turn: int) -> int:
+        """How many prompts are brought for sixteen sessions that say that they are back at once."""
+        for number in range(16):
+            await tell(store, [number], session_hash=number + 1, turn=turn, expected_return_s=1.0)
+        promoted_count = store.promoted_count
+        store.health_s += 10.0
+        store.service.sweep()
+        await store.idle()
+        return store.promoted_count - promoted_count
+
+    prefetches = store.core.prefetches
+    others = [BlockKey(scoped(DEFAULT_TENANT, SMALL.id), block_hash(number)) for number in range(1000, 2000)]
+    prefetches.begin(others, is_expected=True)
+    prefetches.leave(others)
+    assert await expect_all(turn=1) == 1
+    prefetches.begin(others, is_expected=True)
+    prefetches.ask(others)
+    assert await expect_all(turn=2) == 15, "all that are not there yet"
+
+
+async def test_a_block_whose_time_is_over_is_a_hit_in_no_tier(store: Tiered) -> None:
+    """Memory let it go, and the copy on the disk came back as a hit."""
+    await store.put_on_disk(range(3))
+    await store.put(*range(3))
+    await store.put(10, 11)
+    for numbers in (range(3), range(10, 12)):
+        await tell(store, numbers, ttl_s=1e-6)
+    store.service.sweep()
+    assert (await store.look([*range(3), 10, 11])).block_states == bytes([BlockState.MISS] * 5)
+    assert store.tier.figures().expired_count == 3
+
+
+async def test_a_time_to_live_that_was_told_while_memory_had_a_block_holds_on_the_disk(store: Tiered) -> None:
+    await store.put(*range(3))
+    await tell(store, range(3), ttl_s=1e-6)
+    await store.rig.demote_all()
+    assert len(store.rig.on_disk()) == 3
+    store.service.sweep()
+    assert (await store.look(range(3))).block_states == bytes([BlockState.MISS] * 3)
+
+
+async def test_stats_name_the_policies_in_force_and_what_became_of_prefetches(store: Tiered) -> None:
+    await store.put_on_disk(range(4))
+    await store.prefetch(range(2))
+    await store.idle()
+    await store.read(0)
+    found = await store.stats()
+    assert found.nvme is not None
+    assert (found.policy, found.nvme.policy, found.nvme.admission) == ("lru", "lru", "all")
+    nvme = found.nvme
+    known = (nvme.prefetch_useful_count, nvme.prefetch_late_count, nvme.prefetch_wasted_count)
+    assert (nvme.prefetch_started_count, known) == (2, (1, 0, 0))
 
 
 async def test_what_is_on_a_disk_that_rests_is_missed_because_of_a_failure(store: Tiered) -> None:

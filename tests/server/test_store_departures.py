@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import Phase, settings
@@ -62,6 +63,7 @@ class FakeLower:
         self.requests: list[Request] = []
         self.touched: list[tuple[Request, list[int]]] = []
         self.described: list[tuple[Request, list[int]]] = []
+        self.expired_s: list[float] = []
 
     def find(self, key: BlockKey) -> object | None:
         return key if key in self.kept else None
@@ -76,6 +78,13 @@ class FakeLower:
 
     def describe(self, keys: Sequence[BlockKey], request: Request, *, now_s: float) -> None:
         self.described.append((request, [number_of(key) for key in keys]))
+
+    def retell(self, use: Use, request: Request) -> Use:
+        assert use.maker is self
+        return Use(use.number, request, now_s=use.now_s, chain_blocks=1, matched_blocks=0, maker=self)
+
+    def expire(self, *, now_s: float) -> None:
+        self.expired_s.append(now_s)
 
     def last_use(self, key: BlockKey) -> Use | None:
         return None
@@ -317,6 +326,20 @@ class DeparturesMachine(StoreCoreMachine):
 
 DeparturesMachine.TestCase.settings = settings(max_examples=40, deadline=None, phases=[Phase.generate])
 TestDepartures = DeparturesMachine.TestCase
+
+
+class DeparturesByS3FifoMachine(DeparturesMachine):
+    policy = "s3fifo"
+
+
+class DeparturesByWindowLfuMachine(DeparturesMachine):
+    policy = "window-lfu"
+
+
+for machine in (DeparturesByS3FifoMachine, DeparturesByWindowLfuMachine):
+    machine.TestCase.settings = settings(max_examples=15, deadline=None, phases=[Phase.generate])
+TestDeparturesByS3Fifo = DeparturesByS3FifoMachine.TestCase
+TestDeparturesByWindowLfu = DeparturesByWindowLfuMachine.TestCase
 
 
 class DeparturesOfTenantsMachine(DeparturesMachine):
@@ -739,7 +762,7 @@ def test_while_room_is_on_its_way_a_put_is_refused_and_nothing_is_lost_for_it() 
     assert departing(core) == [3]
     assert states_of(core, 0, 1, 2, 3) == [BlockState.HIT, BlockState.HIT, BlockState.MISS, BlockState.HIT]
     assert reserve(core, 8)[0] == [ReserveState.RESERVED]
-    assert (core.counters.refused_overloaded_count, core.counters.dropped_undemoted_count) == (3, 0)
+    assert (core.counters.refused_overloaded_count, core.counters.dropped_undemoted_count) == (6, 0)
 
 
 def test_a_block_that_is_wanted_now_is_promoted_at_the_cost_of_what_only_memory_has() -> None:
@@ -802,11 +825,27 @@ def test_a_slab_that_is_not_below_is_spared_while_a_namespace_has_copies_of_its_
     assert core.counters.dropped_undemoted_count == 4
 
 
+@pytest.mark.parametrize("departing_count_max", [1, 8])
+def test_a_slab_that_only_memory_has_goes_down_before_another_namespace_takes_it(departing_count_max: int) -> None:
+    """It was lost, and the next block of the same call then let others depart, which had room below just as well."""
+    core, lower = make(slab_count=2, namespaces=(SMALL, MIDDLE), departing_count_max=departing_count_max)
+    put(core, *range(6))  # four in one slab, and the tail in the other
+    states: list[ReserveState] = []
+    while states != [ReserveState.RESERVED]:
+        states = reserve(core, 1, namespace=MIDDLE)[0]
+        assert core.counters.dropped_undemoted_count == 0
+        assert states == [ReserveState.RESERVED] or demoted(core, lower), f"{states}, and nothing goes down"
+    assert {number_of(key) for key in lower.kept} == set(range(6)), "with those before them"
+    assert states_of(core, *range(6)) == [BlockState.HIT] * 4 + [BlockState.MISS] * 2
+    core.check_invariants()
+
+
 def test_a_slab_that_is_being_copied_from_is_not_given_to_another_namespace() -> None:
-    core, _ = make(slab_count=1, namespaces=(SMALL, MIDDLE))
+    core, lower = make(slab_count=1, namespaces=(SMALL, MIDDLE))
     put(core, 1)
     core.depart_all(now_s=0.0)
     put(core, 2)  # beside it, so that there is a coldest block
+    lower.kept.add(small(2))
     assert reserve(core, 1, namespace=MIDDLE)[0] == [ReserveState.OVERLOADED]
     for departure in core.take_departures():
         core.end_departure(departure)
@@ -856,7 +895,21 @@ def test_both_tiers_hear_of_each_use_and_of_what_is_told_later() -> None:
     core.depart_all(now_s=5.0)
     for departure in core.take_departures():
         assert departure.use is not None
-        assert (departure.use.maker, departure.use.request, departure.use.now_s) == (lower, request, 3.0)
+        told = replace(request, is_done=True)
+        assert (departure.use.maker, departure.use.request, departure.use.now_s) == (lower, told, 3.0)
+
+
+def test_what_is_told_of_blocks_that_only_memory_has_goes_down_with_them() -> None:
+    """A time to live that came with a hint was unknown below, and the block a hit there after it had left memory."""
+    core, lower = make()
+    put(core, 1, 2)
+    put(core, 9)
+    core.describe(SMALL.id, hashes(1, 2), Request(ttl_s=10.0), now_s=4.0)
+    core.expire(now_s=5.0)
+    assert lower.expired_s == [5.0]
+    core.depart_all(now_s=5.0)
+    told = {number_of(one.key): one.use.request.ttl_s for one in core.take_departures() if one.use is not None}
+    assert told == {1: 14.0, 2: 14.0, 9: None}, "counted from the use, at 0 s"
 
 
 def test_what_is_brought_ahead_is_no_use_of_it() -> None:

@@ -282,7 +282,6 @@ def test_without_the_speed_of_prefill_nothing_is_compared_with_it() -> None:
 @pytest.mark.parametrize(
     ("code", "demand", "machine"),
     [
-        ("weights-too-large", DEMAND, replace(MACHINE, weights_bytes=100 * GIB)),
         ("sequence-too-large", DEMAND, replace(MACHINE, weights_bytes=72 * GIB - 1000)),
         ("window-too-large", DEMAND, replace(MACHINE, vram_window_tokens=4096)),
         ("hot-on-nvme", DEMAND, replace(MACHINE, memory_bytes=16 * GIB)),

@@ -155,7 +155,9 @@ def shape_of(config: dict[str, Any]) -> CacheShape:
     ],
 )
 def test_a_published_configuration_gives_the_layers_of_the_table(config: dict[str, Any], name: str) -> None:
-    assert read_model(config, name="config.json").layers == find_model(name).layers
+    read, known = read_model(config, name="config.json"), find_model(name)
+    assert read.layers == known.layers
+    assert read.num_heads == known.num_heads
 
 
 def test_the_element_type_is_the_configurations_and_bf16_where_it_names_none() -> None:
@@ -286,6 +288,7 @@ def test_jambas_period_and_kimis_lists_say_which_layers_are_attention() -> None:
         ({"num_hidden_layers": 1 << 40}, f"num_hidden_layers is {1 << 40}"),
         ({"num_attention_heads": None}, "num_attention_heads is missing"),
         ({"num_key_value_heads": [8, 4]}, r"num_key_value_heads is \[8, 4\]"),
+        ({"num_key_value_heads": 7}, "num_key_value_heads is 7; allowed: a divisor of num_attention_heads, 32"),
         ({"torch_dtype": "int3"}, "dtype is 'int3'; allowed: float32"),
         (
             {"layer_types": ["full_attention"]},

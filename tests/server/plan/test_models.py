@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvstore.errors import InvalidArgumentError
 from kvstore_server.plan.dtypes import element_bytes, parse_dtype
-from kvstore_server.plan.models import MODELS, find_model
+from kvstore_server.plan.models import MODELS, find_model, similar_names
 from kvstore_server.plan.shape import CacheShape
 
 KIB = 1024
@@ -86,8 +90,41 @@ def test_every_model_says_where_its_row_comes_from_and_how_large_it_is() -> None
 
 def test_a_model_is_found_in_any_case_and_an_unknown_one_names_all() -> None:
     assert find_model(" Llama-3-8B ") is MODELS["llama-3-8b"]
-    with pytest.raises(InvalidArgumentError, match=r"--model is 'llama-9'; allowed: llama-2-7b, .*, glm-4.5"):
-        find_model("llama-9")
+    with pytest.raises(InvalidArgumentError, match=r"--model is 'gpt-4'; allowed: llama-2-7b, .*, glm-4.5"):
+        find_model("gpt-4")
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ("llama3-8b", "llama-3-8b"),
+        ("meta-llama/Meta-Llama-3-8B-Instruct", "llama-3-8b"),
+        ("meta-llama/Llama-3.1-70B-Instruct", "llama-3.1-70b"),
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
+        ("qwen3_8b", "qwen3-8b"),
+        ("DeepSeek-V3-0324", "deepseek-v3"),
+        ("gpt-oss", "gpt-oss-20b"),
+        ("lama-3-8b", "llama-3-8b"),
+        ("gemma3-27b-it", "gemma-3-27b"),
+        ("phi4", "phi-4"),
+        ("mixtral", "mixtral-8x7b"),
+        ("Kimi", "kimi-k2"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_one_that_is_meant(asked: str, meant: str) -> None:
+    assert similar_names(asked)[0] == meant
+    with pytest.raises(InvalidArgumentError, match=rf"did you mean {re.escape(meant)}[ ?]"):
+        find_model(asked)
+
+
+@given(name=st.sampled_from(sorted(MODELS)), data=st.data())
+def test_a_known_name_is_meant_however_its_parts_are_joined(name: str, data: st.DataObject) -> None:
+    spelled = "".join(data.draw(st.sampled_from(["", "-", "_", " "])) if one == "-" else one for one in name)
+    assert similar_names(f"somebody/{spelled.title()}")[0] == name
+
+
+def test_a_name_like_no_other_means_none() -> None:
+    assert similar_names("xyz") == similar_names("") == similar_names("somebody/") == []
 
 
 @pytest.mark.parametrize(

@@ -126,16 +126,55 @@ def test_the_table_of_models_is_shown_with_its_sources(run: Any) -> None:
 
 
 def test_warnings_come_with_stable_codes(answer: Any) -> None:
-    found = answer("llama-3.1-405b")
-    assert found["warnings"][0]["code"] == "weights-too-large"
+    found = answer("llama-3-8b", "--gpu-memory", "17GiB")
+    assert found["warnings"][0]["code"] == "sequence-too-large"
     assert found["concurrency"]["without_tiers"] == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("llama-3-70b", "--gpu-memory", "80GiB"),
+        ("llama-3-70b", "--tp", "1"),
+        ("deepseek-v3", "--tp", "8", "--json"),
+        (*DESCRIBED, "--weights-bytes", "72.1GiB", "--gpu-memory", "80GiB"),
+        (*DESCRIBED, "--params", "70B", "--pp", "1"),
+    ],
+)
+def test_weights_that_do_not_fit_into_the_gpus_that_were_named_are_no_plan(
+    arguments: tuple[str, ...], run: Any
+) -> None:
+    code, shown, error = run(*arguments)
+    assert (code, shown) == (1, "")
+    assert "the weights do not fit" in error
+    assert "GPUs are needed (--tp, --pp)" in error
+
+
+def test_of_gpus_that_nobody_has_named_there_are_as_many_as_the_weights_need(answer: Any, run: Any) -> None:
+    assert (answer("llama-3-8b")["gpu"]["count"], "--tp" in answer("llama-3-8b")["assumed"]) == (1, False)
+    found = answer("llama-3.1-405b")
+    assert (found["inputs"]["tp"], found["inputs"]["pp"]) == (8, 2)
+    assert found["gpu"]["weights_bytes"] * 16 >= 812 * 10**9
+    assert found["gpu"]["room_bytes"] > 0
+    assert {"--tp", "--pp"} <= set(found["assumed"])
+    assert re.search(r"^assumed +--tp 8: the fewest GPUs", run("llama-3.1-405b")[1], flags=re.MULTILINE)
+
+
+def test_a_capacity_that_was_given_and_is_not_needed_is_shown_all_the_same(run: Any) -> None:
+    table = dict(
+        line.split(maxsplit=1) for line in run("llama-3-8b", "--memory", "64GiB", "--nvme", "1TiB")[1].splitlines()
+    )
+    assert table["memory"] == "nothing; memory.capacity 64.0GiB is not needed"
+    assert table["nvme"] == "nothing; nvme.capacity 1.0TiB is not needed"
+    assert "memory     nothing\n" in run("llama-3-8b")[1]
 
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
         ((), "no model is given; allowed: --model NAME, --config FILE, or --layers"),
-        (("llama-9",), "--model is 'llama-9'; allowed: llama-2-7b, "),
+        (("gpt-4",), "--model is 'gpt-4'; allowed: llama-2-7b, "),
+        (("llama3-8b",), "--model is 'llama3-8b'; did you mean llama-3-8b or "),
         (("llama-3-8b", "--model", "llama-3-8b"), "--model is 'llama-3-8b'; allowed: one model"),
         (("llama-3-8b", "--layers", "3"), "--layers is '3'; allowed: none beside --model"),
         (("llama-3-8b", "--kv-heads", "3"), "--kv-heads is '3'; allowed: none beside --model, only with --layers"),
@@ -155,7 +194,13 @@ def test_warnings_come_with_stable_codes(answer: Any) -> None:
         (("llama-3-8b", "--gpu-memory", "lots"), "--gpu-memory is 'lots'; allowed: a size such as"),
         (("llama-3-8b", "--gpu-share", "0"), "--gpu-share is '0'; allowed: a number, above 0 to 1"),
         (("llama-3-8b", "--params", "8X"), "--params is '8X'; allowed: a number of parameters"),
-        (("llama-3-8b", "--weights-bytes", "0"), "--weights-bytes is '0'; allowed: 1B to"),
+        (("llama-3-8b", "--weights-bytes", "0"), "--weights-bytes is '0'; allowed: 1.0MiB to"),
+        (("llama-3-8b", "--weights-bytes", "16"), "without a unit it is bytes: is 16GiB meant?"),
+        (("llama-3-8b", "--gpu-memory", "80"), "without a unit it is bytes: is 80GiB meant?"),
+        (("llama-3-8b", "--gpu-memory", "0.08"), "without a unit it is bytes"),
+        (("llama-3-8b", "--memory", "512"), "without a unit it is bytes: is 512GiB meant?"),
+        (("llama-3-8b", "--nvme", "2"), "without a unit it is bytes: is 2GiB meant?"),
+        (("llama-3-8b", "--gpu-memory", "80MiB"), "--gpu-memory is '80MiB'; allowed: 1.0GiB to 1024.0PiB"),
         (("llama-3-8b", "--memory", "1KiB"), "--memory is '1KiB'; allowed: 1.0MiB to"),
         (("llama-3-8b", "--nvme", "1MiB"), "--nvme is '1MiB'; allowed: 0 for none, or 64.0MiB to"),
         (("llama-3-8b", "--link", "0"), "--link is '0'; allowed: a number, above 0"),
@@ -165,7 +210,10 @@ def test_warnings_come_with_stable_codes(answer: Any) -> None:
         (("llama-3-8b", "--requests-per-s", "-3"), "--requests-per-s is '-3'"),
         (("llama-3-8b", "--block-tokens", "0"), "--block-tokens is '0'"),
         (("llama-3-8b", "--vram-window", "many"), "--vram-window is 'many'"),
-        (("llama-3-8b", "--tp", "3"), "--tp is 3; allowed: a divisor or a multiple of the model's 8 KV heads"),
+        (("llama-3-8b", "--tp", "3"), "--tp is 3; allowed: a divisor of the model's 32 attention heads"),
+        (("deepseek-v3", "--tp", "3"), "--tp is 3; allowed: a divisor of the model's 128 attention heads"),
+        ((*DESCRIBED, "--kv-heads", "1", "--tp", "3"), "--tp is 3; allowed: a divisor of the model's 64 attention"),
+        (("qwen2.5-0.5b", "--tp", "7"), "--tp is 7; allowed: a divisor or a multiple of the model's 2 KV heads"),
         (("llama-3-8b", "--tp", "0"), "'--tp': 0 is not in the range"),
         (("llama-3-8b", "--pp", "33"), "--pp is 33; allowed: 1 to 32"),
         (("--config", "/nowhere.json"), "--config is '/nowhere.json'; allowed: a readable config.json"),

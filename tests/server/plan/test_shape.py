@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import InvalidArgumentError
-from kvstore_server.plan.shape import AttentionLayer, CacheShape, StateLayer, shards
+from kvstore_server.plan.shape import AttentionLayer, CacheShape, StateLayer, check_tensor_parallel, fewest_gpus, shards
 
 dims = st.integers(1, 256)
 attention = st.builds(
@@ -117,3 +117,30 @@ def test_a_state_is_of_the_same_size_for_any_sequence() -> None:
     assert shape.token_bytes == 0
     assert shape.sequence_bytes(1) == shape.sequence_bytes(100_000) == 2 * (4_000 + 60)
     assert replace(shape, element_bytes=1).state_bytes == 2 * (4_000 + 30)
+
+
+@given(shape=shapes, num_heads=st.sampled_from([8, 12, 32]), weights=st.integers(1, 4096), usable=st.integers(1, 64))
+def test_the_fewest_gpus_hold_the_weights_and_share_out_all_heads(
+    shape: CacheShape, num_heads: int, weights: int, usable: int
+) -> None:
+    tp, pp = fewest_gpus(shape, num_heads=num_heads, weights_bytes=weights, usable_bytes=usable)
+    check_tensor_parallel(shape, num_heads=num_heads, tp=tp)
+    shards(shape, tp=tp, pp=pp)
+    is_held = weights <= tp * pp * usable
+    assert is_held or (tp, pp) == (1, 1)
+    assert pp == 1 or weights > tp * (pp - 1) * usable
+    assert tp == 1 or pp > 1 or weights > tp // 4 * usable  # 2 or 4 may not divide the heads, where 8 does
+
+
+def test_a_node_of_eight_is_filled_before_a_second_stage_begins() -> None:
+    shape = full(layers=4, kv_heads=8)
+    found = [fewest_gpus(shape, num_heads=32, weights_bytes=one, usable_bytes=10) for one in (10, 11, 40, 41, 81, 999)]
+    assert found == [(1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "kv_heads", "tp"), [(32, 8, 3), (12, 2, 8), (None, 6, 4), (14, 2, 7), (64, 1, 3)]
+)
+def test_gpus_over_which_heads_cannot_be_shared_out_are_refused(num_heads: int | None, kv_heads: int, tp: int) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"--tp is {tp}; allowed: a divisor"):
+        check_tensor_parallel(full(layers=2, kv_heads=kv_heads), num_heads=num_heads, tp=tp)

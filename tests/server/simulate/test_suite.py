@@ -148,9 +148,50 @@ def test_people_get_a_table_and_what_more_memory_buys(tmp_path: Path) -> None:
     said = run("simulate", path, "--capacity", "4", "--policy", "lru", "--block-bytes", "20GiB", "--jobs", 1).stdout
     assert "made: 8 requests in 7 s" in said
     assert "clairvoyant" in said
-    assert "At 80.0GiB the next 100.0GiB buy +75.00 points of hit rate with lru." in said
-    tiers = run("simulate", path, "--memory", "4", "--nvme", "4", "--policy", "lru", "--jobs", 1).stdout
-    assert "nvme writes are" in tiers
+    assert "At 80.0GiB the next 100GiB buy 75.00 points of hit rate with lru." in said
+
+
+@pytest.mark.parametrize(
+    ("tiers", "said"),
+    [
+        (
+            ("2", "8"),
+            "lru, 2 tiers: NVMe is written 0.29 times as much as with exclusive demotion, for the same hit rate.",
+        ),
+        (("4", "3"), "lru, 2 tiers: NVMe is not written, as with exclusive demotion, for the same hit rate."),
+        (("2", "2"), "times as much as with exclusive demotion, for a hit rate 37.50 points lower."),
+    ],
+)
+def test_people_are_told_in_whole_sentences_what_tiers_cost(tiers: tuple[str, str], said: str, tmp_path: Path) -> None:
+    path = tmp_path / "made.jsonl"
+    write_trace(trace_of(*["ab", "cd"] * 4), path, real="nothing")
+    memory, nvme = tiers
+    arguments = ("--memory", memory, "--nvme", nvme, "--policy", "lru", "--block-bytes", "1MiB", "--jobs", 1)
+    shown = run("simulate", path, *arguments).stdout
+    assert said in shown
+    assert "the next 100GiB of memory buy" in shown
+
+
+def test_what_of_a_log_means_nothing_is_said_once_with_the_name_that_is_meant(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"token_ids": [1, 2], "sesion_id": 1, "model": "m"}\n' * 3, encoding="utf-8")
+    found = run("simulate", path, "--block-tokens", 1, "--capacity", "1,2", "--policy", "lru", "--json", "--jobs", 1)
+    said = "log: ignored, as they mean nothing here: `sesion_id` (3 lines; is `session_id` meant?), `model` (3 lines)"
+    assert found.stderr.splitlines() == [said]
+    assert json.loads(found.stdout)["traces"][0]["ignored_fields"] == {"sesion_id": 3, "model": 3}
+    for command in (("info", path), ("convert", path, "--out", tmp_path / "out.jsonl")):
+        assert run("trace", *command).stderr.splitlines() == [said]
+    assert run("trace", "info", SMOKE).stderr == ""
+
+
+def test_more_room_than_anybody_has_costs_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "made.jsonl"
+    write_trace(trace_of(*["ab", "cd"] * 4), path, real="nothing")
+    for arguments in (("--capacity", 10**12), ("--capacity", "1024PiB", "--block-bytes", 1)):
+        [cell] = answer("simulate", path, *arguments)["traces"][0]["cells"]
+        assert {shown["token_hit_rate_percent"] for shown in cell["policies"].values()} == {75.0}
+    tiers = answer("simulate", path, "--vram", 4, "--memory", 10**12, "--nvme", 10**12)["tier_replays"]
+    assert {one["token_hit_rate_percent"] for one in tiers} == {75.0}
 
 
 @pytest.mark.parametrize(
@@ -162,11 +203,19 @@ def test_people_get_a_table_and_what_more_memory_buys(tmp_path: Path) -> None:
         ((SMOKE, "--policy", "magic"), "--policy is 'magic'; allowed: "),
         ((SMOKE, "--capacity", "0%"), "--capacity is '0%'; allowed: a share"),
         ((SMOKE, "--capacity", "many"), "--capacity is 'many'; allowed: a share"),
+        ((SMOKE, "--capacity", "10^12"), r"--capacity is '10\^12'; allowed: a share"),
+        ((SMOKE, "--capacity", 10**13), "--capacity is '10000000000000'; allowed: .* up to 2"),
+        ((SMOKE, "--capacity", "9" * 5000), "--capacity is '999.*; allowed: a share"),
+        ((SMOKE, "--memory", "2000PiB", "--block-bytes", 1), "--memory is '2000PiB'; allowed: .* up to 1024PiB"),
+        ((SMOKE, "--capacity", ","), "--capacity is ','; allowed: one value or more"),
+        ((SMOKE, "--capacity", ""), "--capacity is ''; allowed: one value or more"),
+        ((SMOKE, "--policy", " , "), "--policy is ' , '; allowed: one value or more"),
         ((SMOKE, "--memory", "101%"), "--memory is '101%'; allowed: a share"),
         ((SMOKE, "--memory", "5%", "--capacity", "5%"), "--capacity is '5%'; allowed: not with --vram"),
         ((SMOKE, "--watermarks", "0.9"), "--watermarks is '0.9'; allowed: two shares"),
         ((SMOKE, "--watermarks", "0.5,0.9"), "watermarks is"),
-        ((SMOKE, "--block-bytes", "0"), "--block-bytes is '0'; allowed: 1 or more"),
+        ((SMOKE, "--block-bytes", "0"), "--block-bytes is '0'; allowed: 1 byte to 1.0TiB"),
+        ((SMOKE, "--block-bytes", "9" * 400), "--block-bytes is '999.*; allowed: 1 byte to 1.0TiB"),
         ((SMOKE, "--block-bytes", "1MiB", "--model", "llama-3-8b"), "--model is 'llama-3-8b'; allowed: not with"),
         ((SMOKE, "--model", "gpt-1000"), "gpt-1000"),
     ],
@@ -218,7 +267,7 @@ def test_a_trace_is_shown_and_converted(tmp_path: Path) -> None:
 def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         found = run("simulate", SMOKE, "--plot", tmp_path / "out.svg", "--jobs", 1)
-        assert "pip install matplotlib" in str(found.exception)
+        assert "pip install 'kvstore[plot]'" in str(found.exception)
         return
     path = tmp_path / "out.svg"
     assert run("simulate", SMOKE, "--policy", "lru", "--plot", path, "--jobs", 1).exit_code == 0

@@ -14,7 +14,7 @@ from kvstore.errors import InvalidArgumentError
 from kvstore.eviction.use import Finish
 from kvstore_server.simulate.tokenizers import load_tokenizer
 from kvstore_server.simulate.trace import as_spans
-from kvstore_server.simulate.traces import Reading, read_trace, write_trace
+from kvstore_server.simulate.traces import Limits, Reading, nearest_field, read_trace, write_trace
 from tests.server.simulate.builders import PROMPTS, SMOKE, trace_of
 
 HEAD = {"format": "kvtrace-1", "block_size": 10, "source": "made", "licence": "none"}
@@ -173,6 +173,9 @@ def test_a_tokenizer_reads_texts_and_conversations_and_a_wrong_one_is_named(tmp_
         ),
         ((HEAD, line([[0, 3]], tokens=30), line([[0, 1], [2, 1]], tokens=20)), "2 follows 1 elsewhere, 0 here"),
         ((HEAD, line([[0, 1]], tokens=50)), r"line 2: hash_runs is '1 blocks'; allowed: 5 or 5 blocks"),
+        ((HEAD, line([[0, 4]], tokens=25, added_blocks=1)), r"line 2: hash_runs is '3 blocks'; allowed: 2 or 2 blocks"),
+        ((HEAD, line([[0, 1]], tokens=5, added_blocks=2)), r"line 2: hash_runs is '-1 blocks'; allowed: 0 or 0"),
+        ((HEAD, line([[0, 1]], tokens=5, added_blocks="x")), "line 2: added_blocks is 'x'; allowed: a whole number"),
         ((HEAD, line([[0, 1]], tokens=-5)), "line 2: input_length is -5"),
         ((HEAD, line([[0, 1]], tokens=5, turn=0)), "line 2: turn is 0"),
         ((HEAD, line([[0, 1]], tokens=5, priority=3)), "line 2: priority is 3; allowed: a whole number from -2 to 2"),
@@ -208,6 +211,62 @@ def test_a_file_that_is_cut_off_or_missing_is_named(tmp_path: Path) -> None:
         read_trace(binary)
     with pytest.raises(InvalidArgumentError, match=r"missing\.jsonl'; allowed: a file that can be read"):
         read_trace(tmp_path / "missing.jsonl")
+
+
+def test_a_small_file_that_unfolds_into_a_huge_line_costs_no_more_memory_than_a_line_may(tmp_path: Path) -> None:
+    bomb = tmp_path / "bomb.jsonl.gz"
+    for opening in ('{"token_ids": [', ""):
+        bomb.write_bytes(gzip.compress((opening + "1," * (17 << 20)).encode()))
+        assert bomb.stat().st_size < 100_000
+        with pytest.raises(InvalidArgumentError, match=r"line 1, has more than 33554432 characters"):
+            read_trace(bomb)
+
+
+@pytest.mark.parametrize(
+    ("limits", "named"),
+    [
+        (Limits(line_characters_max=20), "line 2, has more than 20 characters"),
+        (Limits(text_characters_max=40), "up to line 2, has more than 40 characters"),
+        (Limits(request_count_max=2), "up to line 4, has more than 2 requests"),
+    ],
+)
+def test_a_file_beyond_the_bounds_is_refused_where_it_passes_them(path: Path, limits: Limits, named: str) -> None:
+    write_lines(path, {"token_ids": [1]}, {"token_ids": [1, 2]}, " ", {"token_ids": [1]})
+    assert len(read_trace(path).requests) == 3
+    with pytest.raises(InvalidArgumentError, match=re.escape(named)):
+        read_trace(path, reading=Reading(limits=limits))
+
+
+def test_fields_that_mean_nothing_are_counted_in_every_format(path: Path) -> None:
+    log = ({"token_ids": [1], "model": "m", "sesion_id": 3}, {"token_ids": [1], "model": "m"})
+    assert read_trace(write_lines(path, *log)).ignored_fields == {"model": 2, "sesion_id": 1}
+    mooncake = {"timestamp": 0, "input_length": 5, "output_length": 3, "hash_ids": [7], "user": 1}
+    assert read_trace(write_lines(path, mooncake)).ignored_fields == {"user": 1}
+    own = (HEAD | {"sizes": 1}, line([[0, 1]], tokens=9, stopp="end_turn"))
+    assert read_trace(write_lines(path, *own)).ignored_fields == {"sizes": 1, "stopp": 1}
+    assert read_trace(SMOKE).ignored_fields == {}
+
+
+def test_however_many_names_a_file_has_a_bounded_number_of_them_is_told_apart(path: Path) -> None:
+    write_lines(path, {"token_ids": [1]} | {f"field {number}": 1 for number in range(1000)})
+    assert len(read_trace(path).ignored_fields) == 100
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("sesion_id", "session_id"),
+        ("sessionId", "session_id"),
+        ("Timestamp", "timestamp"),
+        ("ttl", "ttl_s"),
+        ("prority", "priority"),
+        ("finish_reasons", "finish_reason"),
+        ("model", None),
+        ("user_agent", None),
+    ],
+)
+def test_a_misspelt_field_is_told_from_an_unknown_one(written: str, meant: str | None) -> None:
+    assert nearest_field(written) == meant
 
 
 def test_a_block_size_that_contradicts_the_trace_is_refused() -> None:

@@ -1,0 +1,1 @@
+"""What fewer bits for K and V cost a model, measured on the user's own text: `kvstore ablate`."""

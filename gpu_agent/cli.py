@@ -61,6 +61,10 @@ _SERVE_OPTIONS = (
         "--precision", type=click.Choice(list(BLOCK_PRECISIONS)), default="exact", show_default=True,
         help="In how many bits blocks are stored below VRAM.",
     ),
+    click.option(
+        "--precision-under-pressure", type=click.Choice(list(BLOCK_PRECISIONS)),
+        help="The same while the link is busy; fewer bits.  [default: as ever]",
+    ),
     click.option("--store-address", help="The daemon: host:port or unix:/path. Found by itself when not given."),
     click.option("--socket-path", help="Unix socket for engines; '' for none.  [default: beside the daemon's]"),
     click.option("--grpc-host", default="127.0.0.1", show_default=True, help="Loopback only: no authentication yet."),
@@ -171,9 +175,9 @@ def status(address: str | None, *, is_json: bool, timeout_s: float) -> None:
 
 
 def _serve(*, vram_capacity: int, quotas: dict[str, int], idle_release_s: float, device: str, policy: str,
-           precision: str, store_address: str | None, socket_path: str | None, grpc_host: str, grpc_port: int,
-           metrics_port: int, drain_s: float, ready_file: Path | None,
-           log_level: str, log_format: str) -> None:  # fmt: skip
+           precision: str, precision_under_pressure: str | None, store_address: str | None,
+           socket_path: str | None, grpc_host: str, grpc_port: int, metrics_port: int, drain_s: float,
+           ready_file: Path | None, log_level: str, log_format: str) -> None:  # fmt: skip
     from kvstore_client.hosting import open_standard_files
 
     open_standard_files()
@@ -191,7 +195,13 @@ def _serve(*, vram_capacity: int, quotas: dict[str, int], idle_release_s: float,
     try:
         sidecar = Sidecar(
             SidecarConfig(
-                agent=AgentConfig(vram_capacity_bytes=vram_capacity, device=device, policy=policy, precision=precision),
+                agent=AgentConfig(
+                    vram_capacity_bytes=vram_capacity,
+                    device=device,
+                    policy=policy,
+                    precision=precision,
+                    precision_under_pressure=precision_under_pressure,
+                ),
                 store_address=store_address,
                 grpc_host=grpc_host,
                 grpc_port=grpc_port,

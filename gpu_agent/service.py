@@ -176,9 +176,10 @@ class AgentService:
             uptime_s=time.monotonic() - self._started_s,
             namespaces=tuple(map(_namespace_status, pools, statuses)),
         )
-        first = snapshots[0] if snapshots else AgentSnapshot(status=status, counters=counters)
+        # Each has its own view of the one link; that of the busiest tells most.
+        empty = AgentSnapshot(status=status, counters=counters)
         return dataclasses.replace(
-            first,
+            max(snapshots, key=lambda one: one.link.utilisation, default=empty),
             status=status,
             counters=counters,
             migrating_count=sum(one.migrating_count for one in snapshots),

@@ -91,7 +91,7 @@ def ablate(
     The model reads the text block by block, and every full block behind it is
     as it would come back from the store: encoded and decoded. All at 16 bits
     first; then values alone, keys alone and both in each precision; then what
-    hurt is taken apart, by layers and by tier. Needs no daemon and no GPU.
+    hurt is taken apart, by tier and by layers. Needs no daemon and no GPU.
 
     \b
     For each setting:

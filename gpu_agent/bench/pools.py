@@ -13,10 +13,12 @@ from gpu_agent.pins import Pinned
 from gpu_agent.rows import as_buffer
 from kvstore.errors import CapacityError, UnavailableError
 from kvstore.keys import BlockHash
-from kvstore.messages import BATCH_COUNT_MAX
 from kvstore.namespace import Namespace
 from kvstore.slots import SlotAllocator, SlotId
 from kvstore_client.client import Client
+
+_PUT_COUNT_MAX = 64
+"""Blocks of one call of the naive pool, and of its staging."""
 
 Queue = Sequence[tuple[str, int]]
 
@@ -108,7 +110,7 @@ class OffloadingPool(_Slots):
         self._device = device
         self._client = client
         self._namespace = namespace
-        self._staging = device.allocate_staging(row_count=BATCH_COUNT_MAX, block_bytes=block_bytes)
+        self._staging = device.allocate_staging(row_count=_PUT_COUNT_MAX, block_bytes=block_bytes)
         self._slots_of: dict[str, list[SlotId]] = {}
         self._blocks_of: dict[str, list[BlockHash]] = {}
 
@@ -117,8 +119,8 @@ class OffloadingPool(_Slots):
 
     def start(self, sequence: str, blocks: Sequence[BlockHash]) -> list[SlotId]:
         slots = self.reserve(len(blocks))
-        for first in range(0, len(blocks), BATCH_COUNT_MAX):
-            part, targets = blocks[first : first + BATCH_COUNT_MAX], slots[first : first + BATCH_COUNT_MAX]
+        for first in range(0, len(blocks), _PUT_COUNT_MAX):
+            part, targets = blocks[first : first + _PUT_COUNT_MAX], slots[first : first + _PUT_COUNT_MAX]
             rows = as_buffer(self._staging, start_row=0, end_row=len(part))
             found = self._client.get(self._namespace, part, rows)
             if found.error is not None:
@@ -134,8 +136,8 @@ class OffloadingPool(_Slots):
 
     def stop(self, sequence: str) -> None:
         slots, blocks = self._slots_of.pop(sequence), self._blocks_of.pop(sequence)
-        for first in range(0, len(blocks), BATCH_COUNT_MAX):
-            part, sources = blocks[first : first + BATCH_COUNT_MAX], slots[first : first + BATCH_COUNT_MAX]
+        for first in range(0, len(blocks), _PUT_COUNT_MAX):
+            part, sources = blocks[first : first + _PUT_COUNT_MAX], slots[first : first + _PUT_COUNT_MAX]
             self._copy(self.memory, sources, self._staging, range(len(part)))
             rows = as_buffer(self._staging, start_row=0, end_row=len(part))
             parent = blocks[first - 1] if first else None

@@ -479,13 +479,13 @@ class StoreCore:
         self._entry(namespace_id)
         self.now_s = now_s
         keys = list(map(BlockKey, repeat(namespace_id), hashes))
-        self._evictor.describe(keys, request, now_s=now_s)
+        uses = self._evictor.describe(keys, request, now_s=now_s)
         if self.lower is None:
             return
         self.lower.describe(keys, request, now_s=now_s)
         # What only memory has is to be known below, too, when it goes down.
-        for use in {self._evictor.last_use(key) for key in keys if key in self._evictor}:
-            if use.below is not None and use.below.request != use.request:
+        for use in uses:
+            if use.below is not None:
                 use.below = self.lower.retell(use.below, use.request)
 
     # --- writing

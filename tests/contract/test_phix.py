@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.eviction import NO_HINT, Evictor, Finish, Request
+from kvstore.eviction import NO_HINT, POLICIES, Evictor, Finish, Request
 from kvstore.eviction.guard import Guard
 from kvstore.eviction.phix.ages import BIN_COUNT, EDGES_S, WIDTHS_S, bin_of, bins_of
 from kvstore.eviction.phix.ghost_table import GhostTable, is_one_of
 from kvstore.eviction.phix.gittins import gittins_index
 from kvstore.eviction.phix.hazards import Hazards
+from kvstore.eviction.phix.ranking import Phix
 from kvstore.eviction.phix.returns import ReturnModel, probability
 
 ages_s = st.floats(0, 20_000)
@@ -347,6 +348,24 @@ def test_a_policy_that_falls_behind_follows_lru_for_a_while_and_then_tries_again
     returned = [number for number in range(1, 3000) if guard.note_request()]
     assert returned == [1000]
     assert not guard.follows_lru
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_policy_in_force_is_the_one_that_was_asked_for(policy: str) -> None:
+    assert Evictor(policy, capacity_blocks=1024).policy_in_force == policy
+
+
+def test_while_the_guard_follows_lru_that_is_the_policy_in_force() -> None:
+    evictor: Evictor[int] = Evictor("phix", capacity_blocks=1024)
+    ranking = evictor._ranking
+    assert isinstance(ranking, Phix)
+    chains = chains_in_turn(8)
+    while not ranking._guard.note_sampled(next(chains), hit_blocks=0, now_s=0.0):
+        assert evictor.policy_in_force == "phix"
+    assert (evictor.policy, evictor.policy_in_force) == ("phix", "lru")
+    while not ranking._guard.note_request():
+        assert evictor.policy_in_force == "lru"
+    assert evictor.policy_in_force == "phix"
 
 
 def test_the_second_time_it_follows_twice_as_long() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -255,3 +256,27 @@ def test_without_a_path_there_is_no_such_tier_and_a_prefetch_finds_only_memory(d
         assert begun.error is None
         assert (begun.in_memory_count, begun.started_count, begun.refused_count) == (CHAIN_BLOCKS, 0, 0)
         assert begun.missing_count == CHAIN_BLOCKS
+
+
+def test_log_metrics_and_stats_name_the_policy_of_each_tier(
+    start_daemon: Callable[..., DaemonProcess], tmp_path: Path
+) -> None:
+    config = tmp_path / "kvstore.yaml"
+    config.write_text("memory: {policy: s3fifo}\nnvme: {policy: arc}\n", encoding="utf-8")
+    (tmp_path / "blocks").mkdir()
+    folder = ("--nvme-path", str(tmp_path / "blocks"), "--nvme-capacity", "320MiB")
+    daemon = start_daemon("--config", str(config), "--log-format", "json", *folder)
+    with connect(daemon) as client:
+        wait_until(lambda: client.stats().nvme is not None)
+        found = client.stats()
+    assert found.nvme is not None
+    assert (found.policy, found.nvme.policy, found.nvme.admission) == ("s3fifo", "arc", "worth")
+    with urllib.request.urlopen(f"http://{daemon.metrics_address}/metrics", timeout=LONG_S) as response:
+        shown = response.read().decode()
+    for tier, policy in (("memory", "s3fifo"), ("nvme", "arc")):
+        labels = f'configured="{policy}",in_force="{policy}",tier="{tier}"'
+        assert f"kvstore_store_policy{{{labels}}} 1.0" in shown
+    lines = [json.loads(line) for line in daemon.log_path.read_text().splitlines() if '"event"' in line]
+    said = {line["event"]: line for line in lines}
+    assert said["serving"]["memory_policy"] == "s3fifo"
+    assert (said["nvme_open"]["nvme_policy"], said["nvme_open"]["admission"]) == ("arc", "worth")

@@ -131,12 +131,13 @@ class Evictor(Generic[Key]):
                 self._candidates.offer(run)
         self._tree.join_all(runs)
 
-    def describe(self, chain: Sequence[Key], request: Request, *, now_s: float) -> None:
+    def describe(self, chain: Sequence[Key], request: Request, *, now_s: float) -> list[Use]:
         """More is known of the request that used this chain last: what `request` says replaces what it said before.
 
         It holds for blocks that nobody has used since, and counts as no use. Where it names a session, it holds for the
         blocks that this session's same turn was the last to use, in however many uses, and for no other session's; else
-        for those of the use that used the end of the chain. A time to live is counted from now.
+        for those of the use that used the end of the chain. A time to live is counted from now. Returns these uses as they
+        are known now.
         """
         _check(request)
         self._now_s = self._candidates.now_s = max(self._now_s, now_s)
@@ -162,6 +163,7 @@ class Evictor(Generic[Key]):
             run.use = use_now
             if is_candidate:
                 self._candidates.offer(run)
+        return list(later.values())
 
     def retell(self, was: Use, request: Request) -> Use:
         """The same use where this is known of its request, for blocks that are yet to come with it."""

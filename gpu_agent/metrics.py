@@ -43,7 +43,7 @@ class AgentSnapshot:
     counters: Counters
     migrating_count: int = 0
     is_migrator_alive: bool = True
-    link: LinkFigures = LinkFigures()  # noqa: RUF009  (never changes)
+    link: LinkFigures = LinkFigures()
     received_corrupt_count: int = 0
     """Blocks that engines sent to a sidecar and that did not verify."""
 

@@ -20,7 +20,7 @@ from kvstore_client.integrations.transformers.identity import cache_argument
 
 
 @dataclass(slots=True)
-class Sequence_:
+class Running:
     ids: list[int]
     """Prompt, and what was generated behind it."""
     held_count: int = 0
@@ -64,7 +64,7 @@ class Engine:
     def serve(
         self, prompts: dict[str, list[int]], steps: Sequence[Step], *, progress: Callable[[float], None]
     ) -> Served:
-        sequences = {name: Sequence_(list(ids)) for name, ids in prompts.items()}
+        sequences = {name: Running(list(ids)) for name, ids in prompts.items()}
         started_s = time.perf_counter()
         for done_count, step in enumerate(steps, start=1):
             self._step(step, sequences, started_s=started_s)
@@ -80,7 +80,7 @@ class Engine:
             recomputed_tokens=self._recomputed_tokens,
         )
 
-    def _step(self, step: Step, sequences: dict[str, Sequence_], *, started_s: float) -> None:
+    def _step(self, step: Step, sequences: dict[str, Running], *, started_s: float) -> None:
         before_s = time.perf_counter()
         self._pool.step(step.queue)
         for name in step.starts:
@@ -103,7 +103,7 @@ class Engine:
             self._pool.stop(name)
         self._stall_s += time.perf_counter() - before_s
 
-    def _start(self, name: str, one: Sequence_) -> None:
+    def _start(self, name: str, one: Running) -> None:
         """All of its K and V have to be in the pool; what is lost is computed again."""
         one.slots = self._pool.start(name, one.blocks)
         lost_count = len(one.blocks) - len(one.slots)
@@ -120,14 +120,14 @@ class Engine:
     def _tokens(self) -> int:
         return self._layout.tokens_per_block
 
-    def _open(self, one: Sequence_, new_count: int) -> None:
+    def _open(self, one: Running, new_count: int) -> None:
         """Slots for the blocks that the next tokens go to."""
         block_count = -(-(one.held_count + new_count) // self._tokens)
         missing_count = block_count - len(one.blocks) - len(one.open_slots)
         if missing_count:
             one.open_slots += self._pool.reserve(missing_count)
 
-    def _compute(self, batch: dict[str, Sequence_], new_count: int) -> None:
+    def _compute(self, batch: dict[str, Running], new_count: int) -> None:
         """Appends tokens to sequences, and generates the next ones of those whose prompts are through."""
         if not batch:
             return
@@ -138,7 +138,7 @@ class Engine:
                 one.ids.append(int(row.argmax()))
                 one.generated_count += 1
 
-    def _forward(self, batch: list[tuple[str, Sequence_]], new_count: int) -> torch.Tensor:
+    def _forward(self, batch: list[tuple[str, Running]], new_count: int) -> torch.Tensor:
         rows = [Row([*one.slots, *one.open_slots], one.held_count) for _, one in batch]
         past_count = max(row.token_count for row in rows)
         device = self._model.device
@@ -162,7 +162,7 @@ class Engine:
         logits: torch.Tensor = output.logits[:, -1]
         return logits
 
-    def _seal(self, name: str, one: Sequence_) -> None:
+    def _seal(self, name: str, one: Running) -> None:
         """Blocks that are full now can be found, and moved, from here on."""
         new_count = one.held_count // self._tokens - len(one.blocks)
         if new_count:

@@ -68,9 +68,7 @@ def pool_cache(memory: Tensor, layout: BlockLayout, dtype: torch.dtype, rows: Se
     planes = plane_views(memory, layout, dtype)
     return Cache(
         layers=[
-            _PoolLayer(
-                tuple(plane[:, index] for plane in planes), rows, tokens_per_block=layout.tokens_per_block
-            )
+            _PoolLayer(tuple(plane[:, index] for plane in planes), rows, tokens_per_block=layout.tokens_per_block)
             for index in range(layout.num_layers)
         ]
     )

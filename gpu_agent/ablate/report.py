@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gpu_agent.ablate.settings import (
+    EXACT,
     HARMLESS_AGREEMENT,
     HARMLESS_PERCENT,
-    Plane,
     Score,
     Setting,
     Stage,
@@ -45,7 +45,7 @@ class Report:
     @property
     def recommended(self) -> dict[str, Setting]:
         precisions = dict.fromkeys(setting.v for setting in self.scores)
-        ratios = {precision: self._plane_bytes(precision, "V") for precision in precisions}
+        ratios = {precision: self._size_ratio(k=EXACT, v=precision) for precision in precisions}
         return recommend(self.scores, tiers=self.tiers, size_ratios=ratios)
 
     def is_harmless(self, setting: Setting) -> bool:
@@ -53,8 +53,7 @@ class Report:
 
     def size_ratio(self, setting: Setting) -> float:
         """Bytes of a block in this precision, with its scales, to those of an exact one."""
-        stored = encoded_layout(self.layout, k_precision=setting.k, v_precision=setting.v)
-        return stored.payload_bytes / self.layout.payload_bytes
+        return self._size_ratio(k=setting.k, v=setting.v)
 
     def rows(self) -> Iterator[tuple[Setting, tuple[str, ...]]]:
         """What the table shows of each setting, under `HEADINGS`."""
@@ -70,7 +69,8 @@ class Report:
                     setting.v,
                     "" if is_base else setting.where,
                     size,
-                    f"{score.perplexity:.3f}",
+                    # On half of the text, so that it would be held against the wrong one.
+                    "" if setting.group else f"{score.perplexity:.3f}",
                     "" if is_base else f"{score.change_percent:+.3f} ± {score.change_error_percent:.3f} %",
                     "" if is_base else f"{score.greedy_agreement:.2%}",
                     "" if is_base else f"{score.kl_mean:.2g}",
@@ -129,6 +129,7 @@ class Report:
                     "k": setting.k,
                     "v": setting.v,
                     "tier": setting.tier.name,
+                    "where": setting.where,
                     "layers": None if setting.group is None else list(setting.group.layers),
                     "size_ratio": None if setting.group else self.size_ratio(setting),
                     **asdict(score),
@@ -139,6 +140,6 @@ class Report:
             "recommended": {tier: {"k": setting.k, "v": setting.v} for tier, setting in self.recommended.items()},
         }
 
-    def _plane_bytes(self, precision: str, plane: Plane) -> float:
-        k, v = (precision, "exact") if plane == "K" else ("exact", precision)
-        return encoded_layout(self.layout, k_precision=k, v_precision=v).payload_bytes
+    def _size_ratio(self, *, k: str, v: str) -> float:
+        stored = encoded_layout(self.layout, k_precision=k, v_precision=v)
+        return stored.payload_bytes / self.layout.payload_bytes

@@ -20,6 +20,9 @@ HARMLESS_PERCENT = 0.1
 HARMLESS_AGREEMENT = 0.99
 """A harmless setting moves the perplexity by no more, standard error included, and keeps so many likeliest tokens."""
 
+_SAME_SIZE = 0.05
+"""Precisions of as many bits differ by what their scales take, which is no reason to prefer one."""
+
 
 class Stage(StrEnum):
     """Which question a setting answers."""
@@ -145,10 +148,10 @@ def exact_of(scores: Mapping[Setting, Score]) -> Setting:
 def recommend(
     scores: Mapping[Setting, Score], *, tiers: Sequence[Tier], size_ratios: Mapping[str, float]
 ) -> dict[str, Setting]:
-    """By tier: keys exact, values in the smallest precision that was harmless.
+    """By tier: keys exact, values in the smallest precision that was harmless, of equally small ones the best.
 
     Keys stay exact whatever was measured: what they lose shows in texts far longer than those measured here.
-    `size_ratios` are those of V planes.
+    `size_ratios` are those of blocks, by the precision of V.
     """
     exact = exact_of(scores)
     chosen: dict[str, Setting] = {}
@@ -162,7 +165,9 @@ def recommend(
             and setting.k == EXACT
             and (setting is exact or is_harmless(score, scores[exact]))
         ]
-        chosen[tier.name] = min(harmless, key=lambda setting: size_ratios[setting.v])
+        smallest = min(size_ratios[setting.v] for setting in harmless)
+        as_small = [setting for setting in harmless if size_ratios[setting.v] <= smallest * (1 + _SAME_SIZE)]
+        chosen[tier.name] = min(as_small, key=lambda setting: scores[setting].kl_mean)
     return chosen
 
 

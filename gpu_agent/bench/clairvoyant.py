@@ -6,13 +6,13 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple
 
 from gpu_agent.bench.serving import Step
 from kvstore.errors import InvalidArgumentError
 
 
-class Moves(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Moves:
     """Blocks that cross the link."""
 
     loaded_count: int

@@ -43,7 +43,8 @@ class Content:
         return [
             block
             for slot, block in zip(slots, blocks, strict=False)
-            if rows[slot, :HASH_BYTES].tobytes() != block or not np.array_equal(rows[slot, HASH_BYTES:], self._tail(block))
+            if rows[slot, :HASH_BYTES].tobytes() != block
+            or not np.array_equal(rows[slot, HASH_BYTES:], self._tail(block))
         ]
 
     def _tail(self, block: BlockHash) -> npt.NDArray[np.uint8]:

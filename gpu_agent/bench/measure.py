@@ -24,7 +24,6 @@ from gpu_agent.config import AgentConfig
 from gpu_agent.device import Device
 from gpu_agent.device.cpu import CpuDevice
 from kvstore.errors import InvalidArgumentError
-from kvstore.namespace import Namespace
 from kvstore_client.bench import blocks
 from kvstore_client.bench.figures import rounded
 from kvstore_client.bench.plan import Progress
@@ -95,18 +94,14 @@ def measure(
         vram_share=vram_share,
         policy=policy,
     )
-    bound = clairvoyant_moves(
-        plan.steps, tokens_per_block=plan.sessions.tokens_per_block, slot_count=plan.slot_count
-    )
+    bound = clairvoyant_moves(plan.steps, tokens_per_block=plan.sessions.tokens_per_block, slot_count=plan.slot_count)
     link_s = _measure_link(plan)
     served: dict[str, list[_Served]] = {"baseline": [], "agent": [], "naive": []}
     servers = {"baseline": _serve_whole, "agent": _serve_agent, "naive": _serve_naive}
     for number in range(round_count):
         for place, (name, serve_one) in enumerate(servers.items()):
-            first = (number * len(servers) + place) / (round_count * len(servers))
-            served[name].append(
-                serve_one(plan, lambda share, first=first: progress(first + share / round_count / len(servers)))
-            )
+            part = _part(progress, number * len(servers) + place, round_count * len(servers))
+            served[name].append(serve_one(plan, part))
     return _figures(plan, served, link_s=link_s, bound_count=bound.count)
 
 
@@ -156,6 +151,10 @@ def _plan(
     )
 
 
+def _part(progress: Progress, number: int, count: int) -> Progress:
+    return lambda share: progress((number + share) / count)
+
+
 def _measure_link(plan: _Plan) -> float:
     """Seconds per block that the imitated link really takes on this machine, when nothing else does anything."""
     with _device(plan) as device:
@@ -190,9 +189,7 @@ def _serve_agent(plan: _Plan, progress: Progress) -> _Served:
         pool = AgentPool(agent)
         run = _run(plan, pool, progress)
         counters = agent.snapshot().counters
-        needed_count = (
-            counters.prefetch_hit_count + counters.prefetch_late_count + counters.fetched_on_demand_count
-        )
+        needed_count = counters.prefetch_hit_count + counters.prefetch_late_count + counters.fetched_on_demand_count
         moved_bytes = counters.offloaded_bytes + counters.loaded_bytes
         figures = {
             "prefetch_hit_rate": counters.prefetch_hit_count / needed_count if needed_count else 0.0,
@@ -219,6 +216,8 @@ def _serve_naive(plan: _Plan, progress: Progress) -> _Served:
 
 
 def _run(plan: _Plan, pool: Pool, progress: Progress) -> Run:
+    # Faulted in, so that the larger pool does not pay for its pages meanwhile.
+    pool.memory.zero_()
     loop = Loop(
         pool,
         Content(block_bytes=plan.block_bytes),
@@ -282,9 +281,7 @@ def _figures(
         "naive_throughput_vs_baseline": ratio_to_baseline("naive"),
         "naive_stall_fraction": stall("naive"),
     }
-    figures |= {
-        f"{name}_tokens_per_s": median(one.tokens_per_s for one in each) for name, each in served.items()
-    }
+    figures |= {f"{name}_tokens_per_s": median(one.tokens_per_s for one in each) for name, each in served.items()}
     figures |= {
         "link_utilisation": moved_count * link_s / wall_s,
         "naive_link_utilisation": median(

@@ -150,9 +150,7 @@ class OffloadingPool(_Slots):
         """The daemon has its blocks."""
 
     def _copy(self, source: Tensor, source_rows: Sequence[int], target: Tensor, target_rows: Sequence[int]) -> None:
-        self._device.copy_rows(
-            source=source, source_rows=source_rows, target=target, target_rows=target_rows
-        ).wait()
+        self._device.copy_rows(source=source, source_rows=source_rows, target=target, target_rows=target_rows).wait()
         self.moved_count += len(source_rows)
 
 

@@ -2,10 +2,10 @@
 
     python -m gpu_agent.bench.record agents_text.jsonl.gz --sessions 24 > gpu_agent/bench/sessions.json
 
-The trace is of the format `kvtrace-1` (docs/simulate.md). Taken are the last `--turns` of the longest sessions that only
-ever grow; what a session had before them is in the prompt of its first turn.
-Their real pauses and lengths stay in proportion to each other: both are divided by `--compress`, so that a session
-takes seconds and not minutes. All begin within the first steps, one after the other.
+The trace is of the format `kvtrace-1` (docs/simulate.md). Taken are the last `--turns` of the longest sessions that
+only ever grow; what a session had before them is in the prompt of its first turn. Their real pauses and lengths stay in
+proportion to each other: both are divided by `--compress`, so that a session takes seconds and not minutes. All begin
+within the first steps, one after the other.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ def _turns(asked: Sequence[Mapping[str, Any]], *, compress: int, first_pause_ste
 @click.option("--tokens-max", default=12_000, show_default=True, type=click.IntRange(min=1))
 @click.option("--compress", default=8, show_default=True, type=click.IntRange(min=1))
 @click.option("--start-gap", "start_gap_steps", default=8, show_default=True, type=click.IntRange(min=0))
-def main(*, trace: Path, session_count: int, turn_count: int, tokens_max: int, compress: int, start_gap_steps: int) -> None:
+def main(
+    *, trace: Path, session_count: int, turn_count: int, tokens_max: int, compress: int, start_gap_steps: int
+) -> None:
     with gzip.open(trace, "rt", encoding="utf-8") as lines:
         meta, *requests = map(json.loads, lines)
     recorded = record(

@@ -64,16 +64,14 @@ class _State:
 
 
 def serve(sessions: Sequence[Session], batching: Batching) -> Iterator[Step]:
-    """Every step that has something to do, until all sessions are over.
+    """All steps until all sessions are over, but for those in which nobody is there.
 
     Requests are taken up in the order in which they come. A step is scheduled while the one before it runs, so whoever
     starts was in the queue of the step before. The engine does not know when answers end; it expects them to take as
     long as those before, and the first in line to start at any moment.
     """
     states = {session.name: _State(session) for session in sessions}
-    arrivals = [
-        (session.turns[0].pause_steps, number, session.name) for number, session in enumerate(sessions)
-    ]
+    arrivals = [(session.turns[0].pause_steps, number, session.name) for number, session in enumerate(sessions)]
     heapq.heapify(arrivals)
     order = len(arrivals)
     running: list[str] = []
@@ -154,9 +152,7 @@ def peak_count(steps: Sequence[Step], *, tokens_per_block: int) -> int:
 def _work(state: _State, batching: Batching) -> Work:
     is_prefill = state.input_left > 0
     new_count = min(state.input_left, batching.prefill_tokens) if is_prefill else 1
-    work = Work(
-        sequence=state.session.name, token_count=state.token_count, new_count=new_count, is_prefill=is_prefill
-    )
+    work = Work(sequence=state.session.name, token_count=state.token_count, new_count=new_count, is_prefill=is_prefill)
     state.token_count += new_count
     if is_prefill:
         state.input_left -= new_count

@@ -38,7 +38,6 @@ class _Entry:
     cool_until_step: int = 0
 
 
-
 class BlockTable:
     """Block hash → place, and which slot of the pool holds what. Knows nothing of bytes.
 

@@ -303,23 +303,71 @@ def nvme_command(
 
 
 @bench.command(name="agent")
-@click.option("--rounds", "round_count", default=3, show_default=True, metavar="COUNT", type=click.IntRange(min=1),
-              help="Runs of each kind, in turn; more steady the medians.")
-@click.option("--block-size", default="256KiB", show_default=True, metavar="SIZE",
-              help="Bytes of a block. Larger ones make this machine's own memory the link.")
-@click.option("--vram-share", default=0.5, show_default=True, metavar="SHARE",
-              type=click.FloatRange(0, 1, min_open=True), help="The agent's pool, of what there is without tiering.")
-@click.option("--batch", "batch_count", default=4, show_default=True, metavar="COUNT", type=click.IntRange(min=1),
-              help="Most sequences in one step.")
-@click.option("--slice", "slice_steps", default=64, show_default=True, metavar="STEPS", type=click.IntRange(min=1),
-              help="After so many a sequence lets others go first.")
-@click.option("--step-ms", default=20.0, show_default=True, metavar="MS", type=click.FloatRange(min=0, min_open=True),
-              help="Computing of one step: time that passes.")
-@click.option("--link-ms", default=0.5, show_default=True, metavar="MS", type=click.FloatRange(min=0, min_open=True),
-              help="A block's time between the pool and the daemon's memory.")
+@click.option(
+    "--rounds",
+    "round_count",
+    default=3,
+    show_default=True,
+    metavar="COUNT",
+    type=click.IntRange(min=1),
+    help="Runs of each kind, in turn; more steady the medians.",
+)
+@click.option(
+    "--block-size",
+    default="256KiB",
+    show_default=True,
+    metavar="SIZE",
+    help="Bytes of a block. Larger ones make this machine's own memory the link.",
+)
+@click.option(
+    "--vram-share",
+    default=0.5,
+    show_default=True,
+    metavar="SHARE",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="The agent's pool, of what there is without tiering.",
+)
+@click.option(
+    "--batch",
+    "batch_count",
+    default=4,
+    show_default=True,
+    metavar="COUNT",
+    type=click.IntRange(min=1),
+    help="Most sequences in one step.",
+)
+@click.option(
+    "--slice",
+    "slice_steps",
+    default=64,
+    show_default=True,
+    metavar="STEPS",
+    type=click.IntRange(min=1),
+    help="After so many a sequence lets others go first.",
+)
+@click.option(
+    "--step-ms",
+    default=20.0,
+    show_default=True,
+    metavar="MS",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Computing of one step: time that passes.",
+)
+@click.option(
+    "--link-ms",
+    default=0.5,
+    show_default=True,
+    metavar="MS",
+    type=click.FloatRange(min=0, min_open=True),
+    help="A block's time between the pool and the daemon's memory.",
+)
 @click.option("--policy", default="phix", show_default=True, help="Which blocks leave first that nobody waits for.")
-@click.option("--sessions", "sessions_file", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-              help="Other sessions than those in the package: what `python -m gpu_agent.bench.record` makes of a trace.")
+@click.option(
+    "--sessions",
+    "sessions_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Other sessions than those in the package: what `python -m gpu_agent.bench.record` makes of a trace.",
+)
 @click.option("--json", "is_json", is_flag=True, help="Print one JSON object, for scripts.")
 def agent_command(
     *, round_count: int, block_size: str, vram_share: float, batch_count: int, slice_steps: int, step_ms: float,
@@ -373,17 +421,21 @@ def agent_command(
     configure_logs(level="error", log_format="console")
     about = _about("agent", block_count=0, block_bytes=block_bytes) | {"block_bytes": block_bytes}
     with ended_by_signals(), _progress("agent", is_shown=not is_json) as progress:
-        figures = about | {"rounds": round_count} | module.measure(
-            sessions_file=sessions_file,
-            batch_count=batch_count,
-            slice_steps=slice_steps,
-            step_s=step_ms / 1e3,
-            link_block_s=link_ms / 1e3,
-            block_bytes=block_bytes,
-            vram_share=vram_share,
-            policy=policy,
-            round_count=round_count,
-            progress=progress,
+        figures = (
+            about
+            | {"rounds": round_count}
+            | module.measure(
+                sessions_file=sessions_file,
+                batch_count=batch_count,
+                slice_steps=slice_steps,
+                step_s=step_ms / 1e3,
+                link_block_s=link_ms / 1e3,
+                block_bytes=block_bytes,
+                vram_share=vram_share,
+                policy=policy,
+                round_count=round_count,
+                progress=progress,
+            )
         )
     missed = module.missed_targets(figures)
     if is_json:
@@ -416,8 +468,8 @@ def _show_agent(figures: Mapping[str, object], *, targets: Mapping[str, tuple[st
     ):
         kind, limit = targets[name]
         table.append((label, _text(figures[name]), f"{kind} {limit}", _text(figures[naive]) if naive else "", baseline))
-    speeds = [_text(figures[f"{name}_tokens_per_s"]) for name in ("agent", "naive", "baseline")]
-    table.append(("tokens per second", speeds[0], "", *speeds[1:]))
+    agent, naive, baseline = (_text(figures[f"{name}_tokens_per_s"]) for name in ("agent", "naive", "baseline"))
+    table.append(("tokens per second", agent, "", naive, baseline))
     used = [_text(figures[name]) for name in ("link_utilisation", "naive_link_utilisation")]
     table.append(("link in use, of the time", used[0], "", used[1], ""))
     _show_table(table)

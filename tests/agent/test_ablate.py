@@ -129,6 +129,12 @@ def test_each_tier_is_recommended_the_smallest_harmless_values_and_exact_keys() 
     }
 
 
+def test_of_two_precisions_of_as_many_bits_the_better_one_is_recommended() -> None:
+    scores = {setting(): score(0.0), setting(v="fp8"): score(0.04), setting(v="int8"): score(0.02)}
+    (chosen,) = recommend(scores, tiers=(MEMORY,), size_ratios={"exact": 1.0, "fp8": 0.75, "int8": 0.754}).values()
+    assert chosen.v == "int8"
+
+
 @pytest.mark.parametrize(
     ("measured", "why"),
     [

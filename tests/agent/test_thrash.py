@@ -35,8 +35,9 @@ SLICE_STEPS = 64
 STEP_S = 0.02
 BLOCK_S = 0.0005
 TOKENS_PER_BLOCK = 1
-QUEUE_DEPTH = 12
-"""Requests that wait: somewhat more than there are sequences."""
+BURST_REQUESTS = 12
+QUEUE_DEPTH = 2 * BURST_REQUESTS
+"""Requests that wait at most: a burst comes before the one before it is through."""
 
 
 class FakeClock:
@@ -110,7 +111,7 @@ def cyclic() -> list[str]:
 def bursty() -> list[str]:
     """A few at a time come again and again, and then others."""
     choose = random.Random(1)
-    bursts = (choose.sample(NAMES, 4) * 3 for _ in range(25))
+    bursts = (choose.sample(NAMES, BURST_REQUESTS // 3) * 3 for _ in range(10))
     return spaced([name for burst in bursts for name in burst])
 
 
@@ -137,19 +138,17 @@ class Outcome(NamedTuple):
 
 
 @contextmanager
-def _agent(clock: FakeClock, *, policy: str, **watermarks: float) -> Iterator[GpuAgent]:
-    config = AgentConfig(
-        vram_capacity_bytes=SLOT_COUNT * BLOCK_BYTES, policy=policy, cooldown_steps=SLICE_STEPS, **watermarks
-    )
+def _agent(clock: FakeClock, *, policy: str) -> Iterator[GpuAgent]:
+    config = AgentConfig(vram_capacity_bytes=SLOT_COUNT * BLOCK_BYTES, policy=policy, cooldown_steps=SLICE_STEPS)
     store = TimedStore(clock=clock)
     with GpuAgent(NAMESPACE, store, config=config, device=CpuDevice(), clock=clock) as agent:
         yield agent
         agent.check_invariants()
 
 
-def serve_all(order: Sequence[str], *, depth: int, policy: str = "phix", **watermarks: float) -> Outcome:
+def serve_all(order: Sequence[str], *, depth: int, policy: str = "phix") -> Outcome:
     clock, steps = FakeClock(), steps_of(order, depth=depth)
-    with _agent(clock, policy=policy, **watermarks) as agent:
+    with _agent(clock, policy=policy) as agent:
         loop = Loop(
             SteppedPool(agent, clock),
             Content(block_bytes=BLOCK_BYTES),
@@ -174,4 +173,12 @@ def test_what_moves_is_little_more_than_a_clairvoyant_would_move(order: list[str
     outcome = serve_all(order, depth=QUEUE_DEPTH)
     assert outcome.moved_count <= 1.3 * outcome.clairvoyant.count
     assert outcome.counters.remigrated_count <= 0.01 * outcome.counters.migrated_count
+    assert outcome.counters.migrated_count > SLOT_COUNT // 2
     assert outcome.counters.lost_count == 0
+
+
+def test_without_hints_nothing_leaves_in_its_cool_down_and_more_moves() -> None:
+    order = mixed()
+    hinted, blind = serve_all(order, depth=QUEUE_DEPTH), serve_all(order, depth=0)
+    assert blind.counters.remigrated_count <= 0.01 * blind.counters.migrated_count
+    assert blind.moved_count > hinted.moved_count

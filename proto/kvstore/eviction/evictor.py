@@ -136,8 +136,8 @@ class Evictor(Generic[Key]):
 
         It holds for blocks that nobody has used since, and counts as no use. Where it names a session, it holds for the
         blocks that this session's same turn was the last to use, in however many uses, and for no other session's; else
-        for those of the use that used the end of the chain. A time to live is counted from now. Returns these uses as they
-        are known now.
+        for those of the use that used the end of the chain. A time to live is counted from now. Returns these uses as
+        they are known now.
         """
         _check(request)
         self._now_s = self._candidates.now_s = max(self._now_s, now_s)

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
@@ -94,7 +94,15 @@ def measure(
         vram_share=vram_share,
         policy=policy,
     )
-    bound = clairvoyant_moves(plan.steps, tokens_per_block=plan.sessions.tokens_per_block, slot_count=plan.slot_count)
+    _config(plan)  # refuses a policy that there is not, before anything is started
+    try:
+        bound = clairvoyant_moves(
+            plan.steps, tokens_per_block=plan.sessions.tokens_per_block, slot_count=plan.slot_count
+        )
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError.of(
+            "--vram-share", vram_share, f"enough for all that run in one step: {plan.slot_count} blocks are too few"
+        ) from error
     link_s = _measure_link(plan)
     served: dict[str, list[_Served]] = {"baseline": [], "agent": [], "naive": []}
     servers = {"baseline": _serve_whole, "agent": _serve_agent, "naive": _serve_naive}
@@ -179,12 +187,7 @@ def _serve_whole(plan: _Plan, progress: Progress) -> _Served:
 
 def _serve_agent(plan: _Plan, progress: Progress) -> _Served:
     namespace = blocks.namespace(plan.block_bytes, revision=blocks.new_revision())
-    capacity_bytes = plan.slot_count * plan.block_bytes
-    config = AgentConfig(
-        vram_capacity_bytes=capacity_bytes,
-        policy=plan.policy,
-        cooldown_steps=AgentConfig(vram_capacity_bytes=capacity_bytes).cooldown_steps // plan.sessions.compress,
-    )
+    config = _config(plan)
     with _client(plan) as client, GpuAgent(namespace, client, config=config, device=_open_device(plan)) as agent:
         pool = AgentPool(agent)
         run = _run(plan, pool, progress)
@@ -205,6 +208,12 @@ def _serve_agent(plan: _Plan, progress: Progress) -> _Served:
             "lost_blocks": counters.lost_count,
         }
         return _Served(run, pool.peak_count, figures)
+
+
+def _config(plan: _Plan) -> AgentConfig:
+    capacity_bytes = plan.slot_count * plan.block_bytes
+    usual = AgentConfig(vram_capacity_bytes=capacity_bytes, policy=plan.policy)
+    return replace(usual, cooldown_steps=usual.cooldown_steps // plan.sessions.compress)
 
 
 def _serve_naive(plan: _Plan, progress: Progress) -> _Served:

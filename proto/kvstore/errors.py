@@ -41,7 +41,7 @@ class NamespaceUnknownError(KvstoreError):
 
 
 class LayoutMismatchError(KvstoreError):
-    """The client's block size disagrees with what the namespace's layout gives."""
+    """The client's block size disagrees with what the namespace gives."""
 
     reason = "LAYOUT_MISMATCH"
     grpc_status = "FAILED_PRECONDITION"

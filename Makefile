@@ -80,6 +80,7 @@ bench: $(INSTALLED) ## this machine's speed: blocks, lookups, this folder's disk
 	@$(BIN)/kvstore bench stream
 	@$(BIN)/kvstore bench lookup
 	@$(BIN)/kvstore bench nvme
+	@$(BIN)/kvstore bench agent
 	@$(BIN)/python bench/hashing.py
 	@$(BIN)/python bench/eviction.py
 	@$(BIN)/python bench/startup.py

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import takewhile
@@ -267,6 +268,8 @@ class GpuAgent:
 
         Never waits.
         """
+        if type(step_count) is not int or step_count < 0:
+            raise InvalidArgumentError.of("step_count", step_count, "a whole number, 0 or more")
         pool, now_s = self._pool, self._clock()
         with pool.changed:
             pool.step += step_count
@@ -293,7 +296,11 @@ class GpuAgent:
         """
         check_hashes(hashes, field="hashes")
         check_parent_hash(parent_hash)
+        if not isinstance(sequence, str):
+            raise InvalidArgumentError.of("sequence", sequence, "a string")
         with self._pool.changed:
+            if sequence in self._pool.sequences:
+                self._fetcher.ask_again(self._pool.sequences.hashes_of(sequence))
             self._pool.bind(sequence, hashes, parent_hash=parent_hash)
             self._fetcher.ask_again(hashes)
 
@@ -303,8 +310,8 @@ class GpuAgent:
         Until then they stay in the pool before all that is needed later, or at no known step; and those that are not in
         it are fetched in time, which `pin` then need not wait for. A need that passes is forgotten after a cool-down.
         """
-        if at is not None and at < 0:
-            raise InvalidArgumentError.of("at", at, "an engine step, 0 or more, or None")
+        if at is not None and (type(at) is not int or at < 0):
+            raise InvalidArgumentError.of("at", at, "an engine step, a whole number of 0 or more, or None")
         with self._pool.changed:
             self._check_bound(sequence)
             self._pool.hint(sequence, at)
@@ -326,6 +333,8 @@ class GpuAgent:
         the sequence is used up. With `by_layer` it returns as soon as all is on its way: before it reads a layer the
         engine calls `wait_layer`, and before it uses what it computed, `wait`.
         """
+        if timeout_s is not None and not 0 <= timeout_s <= threading.TIMEOUT_MAX:
+            raise InvalidArgumentError.of("timeout_s", timeout_s, "0 seconds or more, or None")
         pool = self._pool
         with pool.changed:
             self._check_open()
@@ -361,6 +370,7 @@ class GpuAgent:
         """
         with self._pool.changed:
             self._check_open()
+            count = min(count, self._pool.slot_count)
             self._room.make_room(count, deadline_s=self._room.deadline_s(block_count=count))
             return self._pool.reserve(count)
 
@@ -379,6 +389,8 @@ class GpuAgent:
         """
         check_hashes(hashes, field="hashes")
         check_parent_hash(parent_hash)
+        if len(slots) != len(hashes):
+            raise InvalidArgumentError.of("slots", f"{len(slots)} slots", f"{len(hashes)}, one per block")
         with self._pool.changed:
             self._check_reserved(slots)
             self._device.follow_caller()
@@ -397,6 +409,9 @@ class GpuAgent:
     def unhold(self, slots: Sequence[SlotId]) -> None:
         """Each once for every `hold`; all that the caller's current stream has queued may still read them."""
         with self._pool.changed:
+            for slot, count in Counter(slots).items():
+                if self._pool.table.reader_count(slot) < count:
+                    raise InvalidArgumentError.of("slot", slot, "one that `hold` gave, once for each time")
             self._device.follow_caller()
             for slot in slots:
                 self._pool.release(slot)
@@ -466,6 +481,8 @@ class GpuAgent:
             self._is_closed = True
         self._fetcher.stop(timeout_s=self._config.close_wait_s)
         self._migrator.stop(timeout_s=self._config.close_wait_s)
+        with self._pool.changed:
+            self._pool.count_rest_as_lost()
         with self._turn:
             self._arenas.close(timeout_s=self._config.close_wait_s)
             self._device.close()
@@ -499,8 +516,8 @@ class GpuAgent:
             raise InvalidArgumentError.of("sequence", sequence, "one that `bind` has named, and `unbind` not since")
 
     def _check_reserved(self, slots: Sequence[SlotId]) -> None:
-        for slot in slots:
-            if not self._pool.table.is_private(slot):
+        for slot, count in Counter(slots).items():
+            if count > 1 or not self._pool.table.is_private(slot):
                 raise InvalidArgumentError.of("slot", slot, "one that `reserve` gave, neither sealed nor discarded")
 
     def _rows(self, blocks: CallerRows, *, row_count: int, field: str) -> CallerRows:

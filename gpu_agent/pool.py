@@ -14,10 +14,13 @@ from gpu_agent.core.sequences import Change, Sequences
 from gpu_agent.core.table import BlockTable, Place, Resident
 from gpu_agent.counters import Counters
 from gpu_agent.device import Device
-from kvstore.errors import InvalidArgumentError
+from kvstore.errors import CapacityError, InvalidArgumentError
 from kvstore.eviction import NO_HINT, Evictor, Use
 from kvstore.keys import BlockHash
 from kvstore.slots import SlotId
+
+SLOT_COUNT_MAX = 1 << 21
+"""128 GiB of blocks of 64 KiB. A slot takes some 60 bytes of host memory before it holds anything."""
 
 
 class Waiter(Protocol):
@@ -53,6 +56,11 @@ class Pool:
         slot_count = capacity_bytes // block_bytes
         if slot_count < 1:
             raise InvalidArgumentError.of("vram_capacity_bytes", capacity_bytes, f"at least one block, {block_bytes}")
+        if slot_count > SLOT_COUNT_MAX:
+            raise CapacityError(
+                f"{capacity_bytes} bytes are {slot_count} blocks of {block_bytes}, and a pool has at most "
+                f"{SLOT_COUNT_MAX}: give it less, or more tokens per block"
+            )
         self.changed = threading.Condition()
         self.device = device
         self.block_bytes = block_bytes
@@ -67,6 +75,7 @@ class Pool:
         self._evictor: Evictor[BlockHash] = Evictor(policy, capacity_blocks=slot_count)
         self._use_of_leaving: dict[BlockHash, Use] = {}
         self._given_up: set[BlockHash] = set()  # of those that leave: needed later, and sooner is room
+        self._refused_until: dict[BlockHash, int] = {}  # steps, of blocks that the daemon did not take
         self._prefetched: set[BlockHash] = set()  # in the pool, and not asked for since
         self.waiters: list[Waiter] = []
 
@@ -225,7 +234,7 @@ class Pool:
         if len(victims) < required_count:
             victims += self._coldest(required_count - len(victims), is_cool_down_kept=False)
         if len(victims) < required_count:
-            victims += self._spare(required_count - len(victims), after=-1)
+            victims += self._give_up(self.sequences.spare(after=-1), required_count - len(victims))
         if len(victims) < required_count:
             # Parents of what has to stay.
             rest = (resident.block_hash for resident in self.table.residents())
@@ -236,7 +245,9 @@ class Pool:
         """Up to so many blocks to give up for others that are needed at a step: none that is needed before."""
         victims = self._coldest(count, is_cool_down_kept=True)
         if len(victims) < count:
-            victims += self._spare(count - len(victims), after=at)
+            spare = self.sequences.spare(after=at)
+            # What the daemon has just refused would only be refused again.
+            victims += self._give_up((one for one in spare if not self._was_refused(one)), count - len(victims))
         return victims
 
     def migrated(self, block_hash: BlockHash) -> None:
@@ -252,6 +263,8 @@ class Pool:
     def stay(self, block_hash: BlockHash, *, has_lower_copy: bool, cool_until_step: int = 0) -> None:
         """The migration of a block was called off, or refused, or only a copy was wanted."""
         self.table.stay_resident(block_hash, has_lower_copy=has_lower_copy, cool_until_step=cool_until_step)
+        if cool_until_step > self.step:
+            self._refused_until[block_hash] = cool_until_step
         if block_hash not in self._evictor:
             self._given_up.discard(block_hash)
             self._add(block_hash, self._use_of_leaving.pop(block_hash))
@@ -263,6 +276,11 @@ class Pool:
             if self.table.drop(victim.block_hash):
                 self.counters.lost_count += 1
         self.changed.notify_all()
+
+    def count_rest_as_lost(self) -> None:
+        """The pool ends: what is only here is gone."""
+        table = self.table
+        self.counters.lost_count += sum(not table.has_lower_copy(one.block_hash) for one in table.residents())
 
     def check_invariants(self) -> None:
         table, evictor = self.table, self._evictor
@@ -278,6 +296,7 @@ class Pool:
         for block_hash in residents:
             is_kept = table.is_held(block_hash) or self.sequences.is_due(block_hash)
             assert evictor.is_held(block_hash) == is_kept, f"{block_hash.hex()[:16]}: kept is {is_kept}"
+        assert self._refused_until.keys() <= residents | migrating, "a block that was refused is not here"
         assert self._prefetched <= residents | migrating, "a prefetched block is not here"
 
     # --- inside
@@ -315,9 +334,13 @@ class Pool:
         )
         return [self._leave(block_hash, uses[block_hash]) for block_hash in coldest]
 
-    def _spare(self, count: int, *, after: int) -> list[Resident]:
-        """What sequences need last, and nobody reads."""
-        return self._give_up(self.sequences.spare(after=after), count)
+    def _was_refused(self, block_hash: BlockHash) -> bool:
+        """By the daemon, a cool-down ago or less."""
+        until_step = self._refused_until.get(block_hash)
+        if until_step is not None and until_step <= self.step:
+            del self._refused_until[block_hash]
+            return False
+        return until_step is not None
 
     def _give_up(self, block_hashes: Iterable[BlockHash], count: int) -> list[Resident]:
         """The first so many of these that are resident, and that nobody reads, whatever the policy says of them."""
@@ -348,6 +371,7 @@ class Pool:
 
     def _has_left(self, block_hash: BlockHash) -> None:
         del self._use_of_leaving[block_hash]
+        self._refused_until.pop(block_hash, None)
         self._given_up.discard(block_hash)
         if block_hash in self._prefetched:
             self._prefetched.remove(block_hash)

@@ -216,8 +216,17 @@ class Pools:
 
     def _end(self, pool: Pool, *, flush_s: float) -> bool:
         is_flushed = pool.agent.flush(flush_s)
-        snapshot = pool.agent.snapshot()
+        lost_before = pool.agent.snapshot().counters.lost_count
         pool.agent.close()
+        snapshot = pool.agent.snapshot()
+        lost_count = snapshot.counters.lost_count - lost_before
+        if lost_count:
+            _log.warning(
+                "blocks_lost",
+                namespace=pool.namespace.id.hex()[:16],
+                block_count=lost_count,
+                reason=f"the store did not take them in {flush_s:.1f} s",
+            )
         with self._lock:
             self._pools.pop(pool.namespace.id, None)
             self._quotas.take_back(pool.namespace.id)

@@ -19,11 +19,18 @@ class Reference:
     log_probabilities: Tensor
     probabilities: Tensor
     best: Tensor
+    scratch: Tensor
+    """For one more such tensor: fresh memory of that size costs more than what is computed in it."""
 
     @classmethod
     def of(cls, logits: Tensor) -> Reference:
         log_probabilities = logits.float().log_softmax(-1)
-        return cls(log_probabilities=log_probabilities, probabilities=log_probabilities.exp(), best=logits.argmax(-1))
+        return cls(
+            log_probabilities=log_probabilities,
+            probabilities=log_probabilities.exp(),
+            best=logits.argmax(-1),
+            scratch=torch.empty_like(log_probabilities),
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,11 +45,11 @@ class Tally:
 
     def add(self, logits: Tensor, targets: Tensor, reference: Reference) -> None:
         """Logits [tokens, vocabulary], and the tokens that came."""
-        log_probabilities = logits.float().log_softmax(-1)
+        log_probabilities = torch.log_softmax(logits.float(), -1, out=reference.scratch)
         self.losses.append(-log_probabilities.gather(-1, targets[:, None])[:, 0].cpu())
-        gap = torch.sub(reference.log_probabilities, log_probabilities, out=log_probabilities)
-        self.divergences.append((gap * reference.probabilities).sum(-1).clamp(min=0.0).cpu())
         self.agreements.append((logits.argmax(-1) == reference.best).cpu())
+        gap = torch.sub(reference.log_probabilities, log_probabilities, out=reference.scratch)
+        self.divergences.append(gap.mul_(reference.probabilities).sum(-1).clamp(min=0.0).cpu())
 
     def score(self, exact: Tally) -> Score:
         losses, exact_losses = _as_array(self.losses), _as_array(exact.losses)

@@ -118,8 +118,8 @@ def is_harmless(score: Score, exact: Score) -> bool:
 
 
 def tier_settings(scores: Mapping[Setting, Score], *, tiers: Sequence[Tier]) -> list[Setting]:
-    """What hurt, in each of the lower tiers alone."""
-    hurting = _hurting(scores)
+    """What hurt of one plane, in each of the lower tiers alone."""
+    hurting = [setting for setting in _hurting(scores) if len(setting.lowered) == 1]
     return [Setting(stage=Stage.TIER, k=one.k, v=one.v, tier=tier) for tier in tiers[1:] for one in hurting]
 
 

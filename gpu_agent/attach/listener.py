@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 
 import structlog
 
@@ -67,8 +68,10 @@ class _Dying:
 
     share: Share
     slots: list[SlotId]
+    pid: int
+    """0: the process is in another container, and cannot be seen."""
     process: int | None
-    """A pidfd, which is readable when the process is gone; None: it cannot be seen."""
+    """A pidfd, which is readable when the process is gone; None: not opened yet, or not to be had."""
     free_at_s: float
 
 
@@ -170,8 +173,10 @@ class AttachListener:
             if connection.session is None and now_s - connection.since_s > self._patience_s:
                 self._refuse(connection, f"no hello in {self._patience_s:g} s")
         for dying in tuple(self._dying):
-            if dying.process is None and dying.free_at_s <= now_s:
+            if dying.free_at_s <= now_s:
                 self._bury(dying)
+            elif dying.process is None and dying.pid > 0:
+                self._watch(dying)
         self._accept_again()
         self._on_tick()
 
@@ -271,16 +276,22 @@ class AttachListener:
 
     def _wait_gone(self, share: Share, slots: list[SlotId], *, pid: int) -> None:
         """It has said nothing, so the kernel has closed the connection of a dying engine, and the GPU may go on."""
-        process: int | None = None
-        with suppress(OSError):  # it is gone, or in another container
-            process = os.pidfd_open(pid) if pid > 0 else None
-        is_seen_gone = pid > 0 and process is None
-        dying = _Dying(share, slots, process, time.monotonic() + (0.0 if is_seen_gone else _GRACE_S))
+        grace_until_s = time.monotonic() + _GRACE_S
+        dying = _Dying(share, slots, pid, None, free_at_s=inf if pid > 0 else grace_until_s)
         self._dying.add(dying)
-        if process is not None:
-            self._selector.register(process, selectors.EVENT_READ, dying)
-        elif is_seen_gone:
+        if pid > 0:
+            self._watch(dying)
+
+    def _watch(self, dying: _Dying) -> None:
+        """Nothing but the word of the kernel that there is no such process frees the slots of one that can be seen."""
+        try:
+            dying.process = os.pidfd_open(dying.pid)
+        except ProcessLookupError:
             self._bury(dying)
+        except OSError as error:  # no descriptors, no memory: tried again at the next tick
+            _log.warning("attach_process_unseen", pid=dying.pid, reason=error.strerror)
+        else:
+            self._selector.register(dying.process, selectors.EVENT_READ, dying)
 
     def _bury(self, dying: _Dying) -> None:
         if dying not in self._dying:

@@ -13,6 +13,7 @@ from gpu_agent.attach.word import Word
 from gpu_agent.core.holdings import Holdings, Reservation
 from gpu_agent.device import PoolHandle
 from gpu_agent.pins import Pinned
+from gpu_agent.rows import check_parent_hash
 from kvstore import messages as m
 from kvstore.errors import InvalidArgumentError, UnavailableError
 from kvstore.keys import BlockHash, split_hashes
@@ -105,6 +106,7 @@ class Share:
     def reserve(self, request: m.ReserveSlotsRequest) -> m.ReserveSlotsResponse:
         session_id, hashes = request.session_id, self._checked(request.block_hashes)
         parent_hash = BlockHash(request.parent_hash) if request.parent_hash else None
+        check_parent_hash(parent_hash)
         is_here = self.agent.contains(hashes)
         self.agent.touch([block_hash for block_hash, here in zip(hashes, is_here, strict=True) if here])
         new = [block_hash for block_hash, here in zip(hashes, is_here, strict=True) if not here]

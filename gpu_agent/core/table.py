@@ -106,6 +106,9 @@ class BlockTable:
         """Whether a block in the pool is in its cool-down."""
         return self._entries[block_hash].cool_until_step > step
 
+    def reader_count(self, slot: SlotId) -> int:
+        return self._reader_counts.get(slot, 0)
+
     def is_held(self, block_hash: BlockHash) -> bool:
         """Whether the slot of a block in the pool is being read."""
         return self._entries[block_hash].slot in self._reader_counts

@@ -97,7 +97,6 @@ def test_what_hurt_is_tried_again_in_lower_tiers_and_the_worst_of_each_plane_in_
         ("exact", "int4", "nvme"),
         ("int8", "exact", "nvme"),
         ("int4", "exact", "nvme"),
-        ("int8", "int8", "nvme"),
     ]
     groups = layer_groups(6, count=2, layer_types=None)
     assert [(one.k, one.v, one.where) for one in layer_settings(scores, groups=groups)] == [

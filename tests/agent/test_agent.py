@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from gpu_agent import AgentConfig, GpuAgent
-from kvstore.errors import InvalidArgumentError, UnavailableError
+from gpu_agent.pool import SLOT_COUNT_MAX
+from kvstore.errors import CapacityError, InvalidArgumentError, UnavailableError
 from kvstore.messages import BlockState
 from tests.agent.conftest import MakeAgent
 from tests.agent.fakes import BLOCK_BYTES, NAMESPACE, FakeStore, chain, content
@@ -233,3 +234,18 @@ def _wait_migrated(agent: GpuAgent, count: int) -> None:
         assert agent._pool.changed.wait_for(
             lambda: agent._pool.counters.migrated_count >= count and agent._migrator.is_idle, timeout=10
         )
+
+
+def test_what_only_the_pool_has_when_it_closes_is_counted_as_lost(make_agent: MakeAgent, store: FakeStore) -> None:
+    for is_flushed, lost_count in ((True, 0), (False, 4)):
+        agent, hashes = make_agent(8), chain(4, seed=lost_count)
+        agent.store(hashes, content(hashes))
+        if is_flushed:
+            assert agent.flush(5.0)
+        agent.close()
+        assert agent.snapshot().counters.lost_count == lost_count
+
+
+def test_a_pool_of_more_blocks_than_the_host_has_memory_for_is_refused(make_agent: MakeAgent) -> None:
+    with pytest.raises(CapacityError, match="at most"):
+        make_agent(SLOT_COUNT_MAX + 1)

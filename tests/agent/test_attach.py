@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -22,7 +23,9 @@ from gpu_agent.attach import AttachedAgent
 from gpu_agent.attach.listener import AttachListener
 from gpu_agent.rpc import AgentServer
 from gpu_agent.service import AgentService
+from kvstore import messages as m
 from kvstore.agent_attach import AttachHello, AttachWelcome
+from kvstore.errors import InvalidArgumentError
 from kvstore.keys import BlockHash
 from kvstore.messages import BlockState, OwnerId, SlotGrant
 from kvstore.namespace import Namespace
@@ -326,6 +329,41 @@ def test_slots_of_an_engine_that_hangs_while_it_writes_are_nobody_elses(
         assert loaded(agent, others) == (HIT,) * len(others)
         assert agent.contains(chain(4)) == (False,) * 4
         wait_until(lambda: sidecar.granted_count() == 0)
+
+
+def test_slots_of_a_living_engine_stay_its_own_while_the_agent_has_no_descriptor_to_watch_it_by(
+    client: AgentClient, sidecar: Sidecar
+) -> None:
+    """An error that says nothing of the process must not be taken for its end: it may go on writing."""
+    hashes = chain(8)
+    assert len(client.reserve(NAMESPACE, hashes).places) == 8
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.dup(0)]
+    while taken[-1] < 10:
+        taken.append(os.dup(0))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (10, hard))  # all below are in use: nobody here gets another one
+        client._sessions[NAMESPACE.id]._socket.shutdown(socket.SHUT_RDWR)
+        wait_until(lambda: sidecar.session_count() == 0)
+        wait_until(lambda: bool(sidecar.listener._dying))
+        assert sidecar.granted_count() == 8
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in taken:
+            os.close(descriptor)
+
+
+@pytest.mark.parametrize("parent", [b"short", bytes(33)], ids=["short", "long"])
+def test_a_reservation_that_cannot_be_committed_is_refused_and_takes_no_slots(
+    sidecar: Sidecar, client: AgentClient, parent: bytes
+) -> None:
+    client.reserve(NAMESPACE, chain(1))
+    granted_before = sidecar.granted_count()
+    session = client._sessions[NAMESPACE.id]
+    request = m.ReserveSlotsRequest(session_id=session.id, block_hashes=b"".join(chain(8, seed=3)), parent_hash=parent)
+    with pytest.raises(InvalidArgumentError, match="parent_hash"):
+        sidecar.service.share_of(NAMESPACE.id).reserve(request)
+    assert sidecar.granted_count() == granted_before
 
 
 def test_an_engine_that_hangs_while_it_reads_learns_that_its_slots_are_others(

@@ -155,12 +155,38 @@ def test_unknown_sequences_and_steps_are_refused_by_name(make_agent: MakeAgent) 
         with pytest.raises(InvalidArgumentError, match="sequence"):
             call()
     agent.bind("s", chain(1))
-    with pytest.raises(InvalidArgumentError, match="at"):
-        agent.hint("s", -1)
+    for at in (-1, 1.5, "3"):
+        with pytest.raises(InvalidArgumentError, match="at"):
+            agent.hint("s", at)  # type: ignore[arg-type]
+    for timeout_s in (float("inf"), float("nan"), -1.0, 1e12):
+        with pytest.raises(InvalidArgumentError, match="timeout_s"):
+            agent.pin("s", timeout_s=timeout_s)
+    for step_count in (-3, 1.5, float("nan")):
+        with pytest.raises(InvalidArgumentError, match="step_count"):
+            agent.step(step_count)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match="sequence"):
+        agent.bind(7, chain(1))  # type: ignore[arg-type]
     agent.unbind("s")
     agent.unbind("s")
+    (slot,) = agent.reserve(1)
+    one, two = chain(2)
+    for wrong in (
+        lambda: agent.discard([slot + 1]),
+        lambda: agent.discard([slot, slot]),
+        lambda: agent.seal_all([slot, slot], [one, two], parent_hash=None),
+        lambda: agent.seal_all([slot], [one, two], parent_hash=None),
+        lambda: agent.unhold([slot]),
+    ):
+        with pytest.raises(InvalidArgumentError, match="slot"):
+            wrong()
+    agent.store([one], content([one]))
+    (held,) = agent.hold([one])
+    assert held is not None
     with pytest.raises(InvalidArgumentError, match="slot"):
-        agent.discard([0])
+        agent.unhold([held, held])
+    agent.unhold([held])
+    agent.discard([slot])
+    assert len(agent.reserve(10**12)) == 4
 
 
 # --- prefetch
@@ -264,6 +290,27 @@ def test_calls_from_two_threads_and_the_fetcher_never_meet_in_one_block(
     assert failures == []
 
 
+def test_blocks_that_the_daemon_refuses_are_not_offered_again_and_again_for_what_comes_ahead(
+    make_agent: MakeAgent, store: FakeStore
+) -> None:
+    agent, later, soon = make_agent(8, high_watermark=1.0, low_watermark=0.9), chain(8), chain(4, seed=1)
+    _put_away(agent, store, soon)
+    agent.store(later, content(later))
+    store.capacity_count = 0  # full: everything else is refused
+    for name, hashes, at in (("later", later, 50), ("soon", soon, 5)):
+        agent.bind(name, hashes)
+        agent.hint(name, at)
+    refused = agent._pool.counters
+    _wait(agent, lambda: refused.migration_refused_count >= 4)
+    with agent._pool.changed:
+        is_offered_again = agent._pool.changed.wait_for(
+            lambda: refused.migration_refused_count > len(later), timeout=0.3
+        )
+    assert not is_offered_again
+    with agent.pin("later") as pinned:
+        assert pinned.is_complete
+
+
 # --- by layer
 
 
@@ -344,6 +391,20 @@ def test_what_comes_by_layer_and_turns_out_to_be_rewritten_is_said_to_be_of_no_u
     with agent.pin("s", by_layer=True) as pinned:
         assert not pinned.wait()
     assert agent.contains(hashes) == (True, False, True)
+
+
+def test_what_the_store_does_not_have_is_remembered_only_of_what_is_bound(
+    make_agent: MakeAgent, store: FakeStore
+) -> None:
+    agent = make_agent(8)
+    for seed in range(10):
+        hashes = chain(3, seed=seed)
+        agent.bind("s", hashes)
+        agent.hint("s", agent.step())
+        _wait(agent, lambda hashes=hashes: agent._fetcher._absent >= set(hashes))  # type: ignore[misc]
+    assert len(agent._fetcher._absent) == 3
+    agent.unbind("s")
+    assert not agent._fetcher._absent
 
 
 # --- blocks being written

@@ -274,14 +274,14 @@ class GpuAgent:
         with pool.changed:
             pool.step += step_count
             if step_count and self._stepped_s is not None:
-                self._fetcher.note_steps(step_count, took_s=now_s - self._stepped_s)
                 self._link.note_step((now_s - self._stepped_s) / step_count)
             self._stepped_s = now_s
             self._link.note(self._device.link(), now_s=now_s)
             decision = self._link.decide()
             self._room.follow(decision)
             self._migrator.follow(decision)
-            self._fetcher.follow(decision)
+            if step_count:
+                self._fetcher.follow(decision, step_s=self._link.step_s)
             pool.forget_overdue(before=pool.step - self._config.cooldown_steps)
             self._room.relieve()
             pool.changed.notify_all()
@@ -342,11 +342,14 @@ class GpuAgent:
             parents = pool.sequences.parents_of(sequence)
             pool.use(list(parents))
             pinned = Pinned(pool, parents)
-            pinned.begin()
-            pool.counters.hit_count += len(pinned.held)
-            pool.hint(sequence, None)
-            if pinned.wanted:
-                self._wait_for(pinned, timeout_s=timeout_s, by_layer=by_layer)
+            with ExitStack() as undo:
+                undo.callback(pinned.release)
+                pinned.begin()
+                pool.counters.hit_count += len(pinned.held)
+                pool.hint(sequence, None)
+                if pinned.wanted:
+                    self._wait_for(pinned, timeout_s=timeout_s, by_layer=by_layer)
+                undo.pop_all()
         return pinned
 
     def _wait_for(self, pinned: Pinned, *, timeout_s: float | None, by_layer: bool) -> None:

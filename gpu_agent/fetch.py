@@ -84,7 +84,7 @@ class Fetcher:
         self._budget_bytes: int | None = None
         self._ahead_bytes = 0  # since the last step
         self._block_s = Average()
-        self._step_s = Average()
+        self._step_s: float | None = None
         self._is_stopping = False
         self._failure: str | None = None
         self._thread = threading.Thread(target=self._run, name="kvstore-agent-fetcher", daemon=True)
@@ -110,14 +110,11 @@ class Fetcher:
         """What the store did not have of these it may have now. Locked."""
         self._absent.difference_update(hashes)
 
-    def note_steps(self, step_count: int, *, took_s: float) -> None:
-        """So long was between calls of `step`. Locked."""
-        self._step_s.note(took_s / step_count)
-        self._ahead_bytes = 0
-
-    def follow(self, decision: LinkDecision) -> None:
-        """What the link allows from now on. Locked."""
+    def follow(self, decision: LinkDecision, *, step_s: float | None) -> None:
+        """What the link allows in the step that begins now, and what a step takes, if that is known. Locked."""
         self._budget_bytes = decision.prefetch_budget_bytes
+        self._ahead_bytes = 0
+        self._step_s = step_s
 
     def wait(self, pinned: Pinned, *, deadline_s: float, by_layer: bool) -> None:
         """Until all that a pin wants is here, or on its way, or will not come. Locked; lets go of it while it waits."""
@@ -243,7 +240,7 @@ class Fetcher:
         return max(0, self._budget_bytes - self._ahead_bytes) // self._loader.block_bytes
 
     def _lead_steps(self, block_count: int) -> float:
-        block_s, step_s = self._block_s.value, self._step_s.value
+        block_s, step_s = self._block_s.value, self._step_s
         if block_s is None or not step_s:
             return inf
         return ceil(_LEAD_MARGIN * block_count * block_s / step_s) + _LEAD_STEPS_MIN

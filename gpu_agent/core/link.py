@@ -118,6 +118,11 @@ class LinkController:
             points.popleft()
         self._change(now_s)
 
+    @property
+    def step_s(self) -> float | None:
+        """What an engine step takes; None: none was noted."""
+        return self._step_s.value
+
     def bytes_per_s(self, direction: Direction) -> float | None:
         """While it moves something; None: it has not."""
         return self._bytes_per_s[direction].value

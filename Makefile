@@ -98,7 +98,7 @@ $(PEERS_INSTALLED): pyproject.toml bench/peers/requirements.txt
 	@$(PEERS_VENV)/bin/python -m pip install --quiet --no-deps lmcache==0.5.6
 	@touch $@
 
-gpu-check: ## what only a GPU shows, in four minutes and without a network; writes bench/results
+gpu-check: ## what only a GPU shows, without a network; writes bench/results
 	@$(GPU_PYTHON) -m bench.gpu_check.run --out bench/results/gpu-check.json
 
 gpu-check-wheels: $(INSTALLED) ## what a GPU machine may lack for gpu-check, into dist
